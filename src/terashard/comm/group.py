@@ -1,0 +1,61 @@
+"""What shard, runtime and train ask of communication, whoever carries it.
+
+A ``Group`` is a fixed, ordered set of members. Two implementations: threads of one process (``threads.py``, for
+tests and examples) and processes over ``torch.distributed`` (``process.py``). Nothing above this floor calls
+``torch.distributed``'s communication itself.
+
+Sends are *buffered*: ``send`` returns at once, and the tensor must stay unchanged until its ``Work`` was waited for.
+Collectives of one group must be issued in the same order by all members.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Work(Protocol):
+    """An operation that was issued and may not have finished."""
+
+    def wait(self) -> None:
+        """Block until the operation is finished; raise ``CommunicationError`` if a peer is gone or too late."""
+
+
+class Group(Protocol):
+    """An ordered set of ranks that exchange tensors."""
+
+    @property
+    def rank(self) -> int:
+        """This member's position in the group, 0 ≤ rank < size."""
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global rank of every member, in order of position."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Send a contiguous ``tensor`` to the member at position ``peer``."""
+
+    def receive(self, buffer: Tensor, peer: int, tag: int = 0) -> Work:
+        """Receive into a contiguous ``buffer`` from position ``peer``; the sender's shape and dtype are the same."""
+
+    def gather_rows(self, full: Sequence[Tensor]) -> Work:
+        """Complete every tensor in place: own rows (``row_range`` of dim 0) are there, the others' are fetched."""
+
+    def sum_scatter(self, full: Sequence[Tensor], rows: Sequence[Tensor]) -> Work:
+        """``rows[j]`` becomes the sum over members, in rank order, of their ``full[j]`` at *this* member's rows.
+
+        Sums are taken in the wider of float32 and the tensors' own type. ``full`` is left as it was.
+        """
+
+    def sum(self, tensor: Tensor) -> Work:
+        """Sum ``tensor`` in place over all members; every member ends with bitwise the same values."""
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every member's ``payload``, of any length, in order of position. Blocking; for set-up, not for steps."""
+
+    def barrier(self) -> None:
+        """Return once every member has called it."""

@@ -1,0 +1,284 @@
+"""What a user asks of a run: frozen sections, each checked at birth, field by field.
+
+A check that needs one field stands here. What must fit between sections (slices against tokens, stages against
+layers) is checked where the fitting is done, in ``plan``. Strings become types in ``load.py`` only.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from terashard.errors import ConfigError
+
+
+def _at_least(section: str, name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{section}.{name} is {value}; it must be at least {least:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The decoder to train."""
+
+    family: Literal["llama", "gpt2"] = "llama"
+    """llama: RMSNorm, rotary positions, SwiGLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases."""
+    vocab_size: int | None = None
+    """Size of the vocabulary; by default what the data says."""
+    hidden_size: int = 256
+    """Channels of the residual stream."""
+    num_layers: int = 4
+    """Transformer layers."""
+    num_heads: int = 4
+    """Query heads."""
+    num_kv_heads: int | None = None
+    """Key/value heads; by default as many as query heads."""
+    head_dim: int | None = None
+    """Channels of one head; by default hidden_size / num_heads."""
+    mlp_size: int | None = None
+    """Inner width of the MLP; by default 4 x hidden_size (gpt2) or about 8/3 x hidden_size (llama)."""
+    max_length: int | None = None
+    """Longest sequence that learned positions know; by default batch.tokens."""
+    tied: bool = False
+    """Whether the output head shares the embedding's weights."""
+    norm_eps: float = 1e-5
+    """Added to the variance in every norm."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary positions."""
+
+    def __post_init__(self) -> None:
+        """Check every size that was given."""
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size",
+                     "max_length"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least("model", name, value, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Prepared token folders (made by `terashard data prepare`)."""
+
+    train: str = ""
+    """Folder of the training tokens."""
+    validation: str = ""
+    """Folder of the held-out tokens; empty: the last `held_out` part of the training tokens."""
+    held_out: float = 0.02
+    """Part of the training tokens that is held out when no validation folder is named; 0 holds out nothing."""
+    shuffle: bool = True
+    """Whether sequences are drawn in a random order, new in every epoch, that depends on run.seed only."""
+
+    def __post_init__(self) -> None:
+        """Check the held-out part."""
+        if not 0.0 <= self.held_out < 1.0:
+            raise ConfigError(f"data.held_out is {self.held_out}; it must lie in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """How many tokens one step sees."""
+
+    sequences: int = 8
+    """Sequences per step, over all data-parallel ranks."""
+    tokens: int = 256
+    """Tokens per sequence."""
+
+    def __post_init__(self) -> None:
+        """Check both counts."""
+        _at_least("batch", "sequences", self.sequences, 1)
+        _at_least("batch", "tokens", self.tokens, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the work is cut: replicas x stages x shards processes, micro-batches x token slices of a step."""
+
+    stages: int = 1
+    """Pipeline stages."""
+    shards: int = 1
+    """Ranks over which parameters, gradients and optimizer state of a stage are cut."""
+    replicas: int = 1
+    """Copies of the whole sharded pipeline."""
+    order: Literal["fill_drain", "one_forward_one_backward"] = "one_forward_one_backward"
+    """Order of the cells: all forwards then all backwards, or one forward one backward."""
+    micro_batches: int = 1
+    """Equal micro-batches of the sequences of one data-parallel rank; unused when `partition` is given."""
+    slices: tuple[int, ...] = (1,)
+    """One number: equal token slices per sequence; several: their lengths. Unused when `partition` is given."""
+    partition: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Micro-batches as (sequences, slice lengths), e.g. [[2, [128, 128]], [1, [256]]]."""
+
+    def __post_init__(self) -> None:
+        """Check every count."""
+        for name in ("stages", "shards", "replicas", "micro_batches"):
+            _at_least("parallel", name, getattr(self, name), 1)
+        if not self.slices:
+            raise ConfigError("parallel.slices is empty; give a number of equal slices or their lengths")
+        for value in self.slices:
+            _at_least("parallel", "slices", value, 1)
+        for sequences, lengths in self.partition:
+            _at_least("parallel", "partition (sequences)", sequences, 1)
+            for value in lengths:
+                _at_least("parallel", "partition (slice length)", value, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Optimizer options of the parameters whose global name matches a pattern."""
+
+    match: str
+    """A shell-style pattern over global names, e.g. "layers.*.mlp.*"; the first group that matches wins."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options for these parameters, e.g. {lr = 1e-4, weight_decay = 0.0}."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerConfig:
+    """Which optimizer, and how it is set."""
+
+    name: str = "AdamW"
+    """Any class of torch.optim that works element by element."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices; norms and biases have none."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer, e.g. {betas = [0.9, 0.95]}."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameter groups by pattern, tried in order."""
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down to this norm over all parameters; none: never."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Learning rate after warm-up; wsd: stable, then a linear decay over `decay`."""
+    warmup: int = 0
+    """Steps of linear warm-up from 0."""
+    final_lr: float = 0.1
+    """Last learning rate, as a part of `lr`."""
+    decay: float = 0.2
+    """Part of the run that wsd decays over."""
+
+    def __post_init__(self) -> None:
+        """Check rates and parts."""
+        _at_least("optimizer", "lr", self.lr, 0)
+        _at_least("optimizer", "weight_decay", self.weight_decay, 0)
+        _at_least("optimizer", "warmup", self.warmup, 0)
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none")
+        for name in ("final_lr", "decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Cross-entropy and its variants."""
+
+    chunk_tokens: int = 1024
+    """Tokens (sequences x positions) whose logits exist at one time."""
+    ignore_index: int = -100
+    """Targets with this value count for nothing."""
+    label_smoothing: float = 0.0
+    """Part of every target that is spread over the vocabulary."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition."""
+    soft_cap: float | None = None
+    """Logits become cap x tanh(logits / cap)."""
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        _at_least("loss", "chunk_tokens", self.chunk_tokens, 1)
+        _at_least("loss", "z_loss", self.z_loss, 0)
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ConfigError(f"loss.label_smoothing is {self.label_smoothing}; it must lie in [0, 1)")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ConfigError(f"loss.soft_cap is {self.soft_cap}; it must be above 0, or none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How long, how precisely, and what to look at on the way. Give exactly one of steps, tokens, epochs."""
+
+    steps: int | None = None
+    """Length of the run in steps."""
+    tokens: int | None = None
+    """Length of the run in tokens; rounded up to whole steps."""
+    epochs: float | None = None
+    """Length of the run in passes over the training sequences; rounded up to whole steps."""
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """Type in which units are gathered and computed; shards, optimizer and reductions are float32 under bf16."""
+    non_finite: Literal["skip", "count", "stop"] = "skip"
+    """A NaN or infinity in loss or gradient norm: skip the update, only count it, or save and stop."""
+    evaluate_every: int = 0
+    """Steps between evaluations on held-out data; 0: only at the end."""
+    evaluate_batches: int = 8
+    """Batches of one evaluation."""
+    log_every: int = 10
+    """Steps between plain log lines when the output is no terminal."""
+    callbacks: tuple[str, ...] = ()
+    """Callbacks as "module:name", called with the trainer and the record of every step."""
+
+    def __post_init__(self) -> None:
+        """Check lengths."""
+        given = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"train.{' and train.'.join(given)} are given; a run has one length: keep one of them")
+        for name in ("steps", "tokens", "epochs"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"train.{name} is {value}; it must be above 0")
+        _at_least("train", "evaluate_every", self.evaluate_every, 0)
+        _at_least("train", "evaluate_batches", self.evaluate_batches, 1)
+        _at_least("train", "log_every", self.log_every, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, and how many stay."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end and when the run is stopped."""
+    keep: int = 2
+    """How many complete checkpoints are kept."""
+
+    def __post_init__(self) -> None:
+        """Check both counts."""
+        _at_least("checkpoint", "every", self.every, 0)
+        _at_least("checkpoint", "keep", self.keep, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSection:
+    """The run itself: where it writes, its seed, its processes."""
+
+    directory: str = ""
+    """Run directory; must not exist yet. Empty: runs/<name of the run file>-<date>-<time>."""
+    seed: int = 0
+    """Initial values and the order of the data depend on it, and on nothing else."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one for every local process, else cpu."""
+    threads: int | None = None
+    """Threads of one process; by default the machine's cores over its processes."""
+    timeout: float = 120.0
+    """Seconds that a rank waits for another before it gives up."""
+    shutdown_timeout: float = 300.0
+    """Seconds that a stopping run may take to save."""
+
+    def __post_init__(self) -> None:
+        """Check times and threads."""
+        if self.timeout <= 0 or self.shutdown_timeout <= 0:
+            raise ConfigError("run.timeout and run.shutdown_timeout must be above 0 seconds")
+        if self.threads is not None:
+            _at_least("run", "threads", self.threads, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run file may say, section by section."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -46,8 +46,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check every size that was given."""
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size",
-                     "max_length"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_size",
+            "max_length",
+        ):
             value = getattr(self, name)
             if value is not None:
                 _at_least("model", name, value, 1)
@@ -111,7 +119,9 @@ class ParallelConfig:
         for name in ("stages", "shards", "replicas", "micro_batches"):
             _at_least("parallel", name, getattr(self, name), 1)
         if not self.slices:
-            raise ConfigError("parallel.slices is empty; give a number of equal slices or their lengths")
+            raise ConfigError(
+                "parallel.slices is empty; give a number of equal slices or their lengths"
+            )
         for value in self.slices:
             _at_least("parallel", "slices", value, 1)
         for sequences, lengths in self.partition:
@@ -161,10 +171,14 @@ class OptimizerConfig:
         _at_least("optimizer", "weight_decay", self.weight_decay, 0)
         _at_least("optimizer", "warmup", self.warmup, 0)
         if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ConfigError(f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none")
+            raise ConfigError(
+                f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none"
+            )
         for name in ("final_lr", "decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1]")
+                raise ConfigError(
+                    f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1]"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +201,9 @@ class LossConfig:
         _at_least("loss", "chunk_tokens", self.chunk_tokens, 1)
         _at_least("loss", "z_loss", self.z_loss, 0)
         if not 0.0 <= self.label_smoothing < 1.0:
-            raise ConfigError(f"loss.label_smoothing is {self.label_smoothing}; it must lie in [0, 1)")
+            raise ConfigError(
+                f"loss.label_smoothing is {self.label_smoothing}; it must lie in [0, 1)"
+            )
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ConfigError(f"loss.soft_cap is {self.soft_cap}; it must be above 0, or none")
 
@@ -219,7 +235,9 @@ class TrainConfig:
         """Check lengths."""
         given = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
         if len(given) > 1:
-            raise ConfigError(f"train.{' and train.'.join(given)} are given; a run has one length: keep one of them")
+            raise ConfigError(
+                f"train.{' and train.'.join(given)} are given; a run has one length: keep one of them"
+            )
         for name in ("steps", "tokens", "epochs"):
             value = getattr(self, name)
             if value is not None and value <= 0:

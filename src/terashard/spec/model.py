@@ -33,7 +33,15 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no decoder can have."""
-        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "mlp_size", "max_length"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "mlp_size",
+            "max_length",
+        ):
             if getattr(self, name) < 1:
                 raise PlanError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
@@ -42,7 +50,9 @@ class ModelSpec:
                 " every key/value head must serve the same number of query heads"
             )
         if self.positions == "rotary" and self.head_dim % 2:
-            raise PlanError(f"model.head_dim is {self.head_dim}; rotary positions need an even number")
+            raise PlanError(
+                f"model.head_dim is {self.head_dim}; rotary positions need an even number"
+            )
 
     def unit_names(self) -> tuple[str, ...]:
         """Names of the units (parameters that travel together) from the first to the last."""

@@ -1,0 +1,137 @@
+"""Lowerings: from cells alone to the full list, one concern at a time.
+
+``insert_transfers`` puts a receive before what needs it and a send behind what makes it. ``split_at_units`` cuts cells
+into segments. ``insert_sharding`` puts in gathers, releases and reductions. ``fuse_pairs`` marks sends that blocking
+neighbours must issue together with a receive. Each takes a schedule and returns a new one.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from terashard.errors import ScheduleError
+from terashard.schedule.actions import (
+    Action,
+    Backward,
+    Cell,
+    Forward,
+    Gather,
+    Receive,
+    Reduce,
+    Release,
+    Send,
+    UnitKey,
+)
+from terashard.schedule.needs import needs, units_fed, units_used
+from terashard.schedule.schedule import Schedule, Unit
+
+
+def insert_transfers(schedule: Schedule) -> Schedule:
+    """A ``Receive`` right before the cell that needs it, a ``Send`` right behind the cell whose result travels."""
+
+    def lowered(program: Iterable[Action]) -> Iterator[Action]:
+        for action in program:
+            yield from (need for need in needs(schedule, action) if isinstance(need, Receive))
+            yield action
+            yield from _sends(schedule, action)
+
+    return schedule.with_actions([list(lowered(program)) for program in schedule])
+
+
+def _sends(schedule: Schedule, action: Action) -> Iterator[Send]:
+    """The send of what ``action`` completes, if the stage that wants it is on another rank."""
+    grid = schedule.grid
+    match action:
+        case Forward(cell, segment) if segment == schedule.segments(cell) - 1:
+            to = cell.stage + 1
+        case Backward(cell, 0):
+            to = cell.stage - 1
+        case _:
+            return
+    if 0 <= to < grid.num_stages and grid.rank_of(to) != grid.rank_of(cell.stage):
+        yield Send(cell, to)
+
+
+def split_at_units(schedule: Schedule, cuts: Mapping[Cell, tuple[int, ...]]) -> Schedule:
+    """Cut every cell named in ``cuts`` into segments that end at the given unit boundaries."""
+
+    def split(action: Action) -> Iterable[Action]:
+        match action:
+            case Forward(cell) if cell in cuts:
+                return [Forward(cell, k) for k in range(len(cuts[cell]) + 1)]
+            case Backward(cell) if cell in cuts:
+                return [Backward(cell, k) for k in reversed(range(len(cuts[cell]) + 1))]
+            case _:
+                return [action]
+
+    if schedule.cuts:
+        raise ScheduleError(
+            "this schedule is cut into segments already; cut the schedule it was made from"
+        )
+    programs = [[part for action in program for part in split(action)] for program in schedule]
+    return schedule.with_actions(programs, cuts=dict(cuts))
+
+
+def last_backward_cuts(
+    schedule: Schedule, units: Sequence[Sequence[Unit]]
+) -> dict[Cell, tuple[int, ...]]:
+    """Cuts that let each unit's gradient be reduced while the rest of the last backward cell still runs."""
+    last: dict[int, Cell] = {}
+    for program in schedule:
+        last |= {
+            action.cell.stage: action.cell for action in program if isinstance(action, Backward)
+        }
+    bodies = {stage: len(units[stage]) - units[stage][-1].head for stage in last}
+    return {
+        cell: tuple(range(1, bodies[stage])) for stage, cell in last.items() if bodies[stage] > 1
+    }
+
+
+def insert_sharding(schedule: Schedule, units: Sequence[Sequence[Unit]]) -> Schedule:
+    """Gather every unit once, before its first use; reduce it once, when its gradient is final; release it after its last use.
+
+    The whole stage stays gathered in between. Gathers are issued at the start of the step, where the pipe is empty; a tied
+    weight's sum over two stages is issued last, when neither of them is waited for.
+    """
+    bare = schedule.with_actions(
+        [[] for _ in range(schedule.grid.ranks)], units=tuple(map(tuple, units))
+    )
+    programs = [_sharded(bare, program) for program in schedule]
+    return bare.with_actions(programs)
+
+
+def _sharded(schedule: Schedule, program: Sequence[Action]) -> list[Action]:
+    used, final = _last(schedule, program, fed=False), _last(schedule, program, fed=True)
+    gathers = [Gather(unit) for unit in used]
+    late: list[Action] = []
+    body: list[Action] = []
+    for position, action in enumerate(program):
+        body.append(action)
+        body += [Release(unit) for unit, last in used.items() if last == position]
+        for unit in (u for u, last in final.items() if last == position):
+            for over in schedule.units[unit.stage][unit.index].reductions:
+                (late if over == "tie" else body).append(Reduce(unit, over))
+    return [*gathers, *body, *late]
+
+
+def _last(schedule: Schedule, program: Sequence[Action], *, fed: bool) -> dict[UnitKey, int]:
+    """Every unit that the program uses (or feeds), in order of first use, with the position of the last time."""
+    found: dict[UnitKey, int] = {}
+    for position, action in enumerate(program):
+        indices = (units_fed if fed else units_used)(schedule, action)
+        if isinstance(action, Forward | Backward):
+            found |= {UnitKey(action.cell.stage, index): position for index in indices}
+    return found
+
+
+def fuse_pairs(schedule: Schedule) -> Schedule:
+    """Mark every send that is followed at once by a receive from the same rank: both are then issued together."""
+    rank_of = schedule.grid.rank_of
+
+    def fused(program: Sequence[Action]) -> Iterator[Action]:
+        for action, following in zip(program, [*program[1:], None], strict=True):
+            match action, following:
+                case Send(cell, to), Receive(_, source) if rank_of(to) == rank_of(source):
+                    yield Send(cell, to, paired=True)
+                case _:
+                    yield action
+
+    return schedule.with_actions([list(fused(program)) for program in schedule])

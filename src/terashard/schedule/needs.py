@@ -1,0 +1,235 @@
+"""What must come before what. It is stated here and nowhere else.
+
+Two kinds of need:
+
+- *Between actions that happen once*: the table ``ROWS``. Each row says "an action of this kind, when this holds, needs
+  that action", and is written on whole columns, so that one action and a whole program are read by the same code.
+- *Of parameters*, which may be gathered again and again: ``units_used`` says which units an action reads (they must be
+  full then), ``units_fed`` to whose gradients it adds (their ``Reduce`` must come later), and ``reduction_before`` which
+  sum precedes which.
+
+Symbols: F(s,m,t,k) is the forward of segment k of the cell (stage s, micro-batch m, slice t); B its backward.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from terashard.schedule.actions import (
+    BACKWARD,
+    FORWARD,
+    KIND,
+    MICRO,
+    PART,
+    PEER,
+    RECEIVE,
+    SEND,
+    SLICE,
+    STAGE,
+    Action,
+    Backward,
+    Cell,
+    Forward,
+    Over,
+    decode,
+    encode,
+)
+from terashard.schedule.schedule import Columns, Schedule
+
+Segment: TypeAlias = Literal["first", "last", "previous", "next"]
+
+
+class Facts:
+    """What the table asks about a column of actions; every attribute is one array over the actions."""
+
+    def __init__(self, schedule: Schedule, columns: Columns) -> None:
+        self.shape = _shape(schedule)
+        self.kind, self.stage, self.micro = columns[:, KIND], columns[:, STAGE], columns[:, MICRO]
+        self.slice, self.part, self.peer = columns[:, SLICE], columns[:, PART], columns[:, PEER]
+
+    @cached_property
+    def top(self) -> Columns:
+        """The last segment of the action's cell."""
+        return self.shape.segments[self.stage, self.micro, self.slice] - 1
+
+    @cached_property
+    def last_slice(self) -> Columns:
+        """The last slice of the action's micro-batch."""
+        return self.shape.slices[self.micro] - 1
+
+    @cached_property
+    def has_before(self) -> Columns:
+        """Whether a stage comes before."""
+        return self.stage > 0
+
+    @cached_property
+    def has_after(self) -> Columns:
+        """Whether a stage comes after."""
+        return self.stage < len(self.shape.rank_of) - 1
+
+    @cached_property
+    def from_afar(self) -> Columns:
+        """Whether the stage before is on another rank."""
+        return self.has_before & ~self._same_rank(-1)
+
+    @cached_property
+    def to_afar(self) -> Columns:
+        """Whether the stage after is on another rank."""
+        return self.has_after & ~self._same_rank(1)
+
+    def _same_rank(self, shift: int) -> Columns:
+        ranks = self.shape.rank_of
+        other = np.clip(self.stage + shift, 0, len(ranks) - 1)
+        return np.asarray(ranks[other] == ranks[self.stage])
+
+
+@dataclass(frozen=True)
+class _Row:
+    """An action of kind ``of``, when ``when`` holds, needs the action of kind ``needs`` that lies the given shifts away."""
+
+    of: int
+    needs: int
+    when: Callable[[Facts], Columns]
+    stage: int = 0
+    slice: int = 0
+    segment: Segment = "first"
+    peer: int | None = None  # the needed action's peer, as a shift from its stage
+    swap: bool = False  # a receive needs the send on its peer stage, addressed to it
+
+
+ROWS: tuple[_Row, ...] = (
+    # F(k) continues F(k-1); the first segment follows the whole slice before, whose carry it reads, and its input.
+    _Row(FORWARD, FORWARD, lambda f: f.part > 0, segment="previous"),
+    _Row(FORWARD, FORWARD, lambda f: (f.part == 0) & (f.slice > 0), slice=-1, segment="last"),
+    _Row(FORWARD, RECEIVE, lambda f: (f.part == 0) & f.from_afar, peer=-1),
+    _Row(
+        FORWARD,
+        FORWARD,
+        lambda f: (f.part == 0) & f.has_before & ~f.from_afar,
+        stage=-1,
+        segment="last",
+    ),
+    # B(k) continues B(k+1); the top segment follows its own forward, the slice after, which owes it, and its gradient.
+    _Row(BACKWARD, BACKWARD, lambda f: f.part < f.top, segment="next"),
+    _Row(BACKWARD, FORWARD, lambda f: f.part == f.top, segment="last"),
+    _Row(BACKWARD, BACKWARD, lambda f: (f.part == f.top) & (f.slice < f.last_slice), slice=1),
+    _Row(BACKWARD, RECEIVE, lambda f: (f.part == f.top) & f.to_afar, peer=1),
+    _Row(BACKWARD, BACKWARD, lambda f: (f.part == f.top) & f.has_after & ~f.to_afar, stage=1),
+    # What is sent must have been made; what is received must have been sent.
+    _Row(SEND, FORWARD, lambda f: f.peer > f.stage, segment="last"),
+    _Row(SEND, BACKWARD, lambda f: f.peer < f.stage),
+    _Row(RECEIVE, SEND, lambda f: f.peer >= 0, swap=True),
+)
+
+
+def needed(schedule: Schedule, columns: Columns) -> Iterator[tuple[Columns, Columns]]:
+    """For every row of the table: indices into ``columns``, and the columns of the action each of them needs."""
+    facts = Facts(schedule, columns)
+    for row in ROWS:
+        at = (
+            np.flatnonzero((facts.kind == row.of) & row.when(facts))
+            if len(columns)
+            else np.empty(0, np.int64)
+        )
+        if len(at):
+            yield at, _target(facts, row, columns[at])
+
+
+def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+    """The actions of the table that must be done before ``action``."""
+    one = np.array([encode(action)], np.int64)
+    return tuple(decode(tuple(t[0].tolist())) for _, t in needed(schedule, one))
+
+
+def units_used(schedule: Schedule, action: Action) -> range:
+    """Indices of the units of its stage that must be full while ``action`` runs."""
+    match action:
+        case Forward(cell, segment):
+            return _segment_units(schedule, cell, segment)
+        case Backward(cell, segment):
+            units = _segment_units(schedule, cell, segment)
+            return range(units.start, min(units.stop, _body(schedule, cell.stage)))
+        case _:
+            return range(0)
+
+
+def units_fed(schedule: Schedule, action: Action) -> range:
+    """Indices of the units of its stage whose gradients ``action`` adds to; a head is fed by forward cells."""
+    match action:
+        case Forward(cell, segment):
+            units = _segment_units(schedule, cell, segment)
+            fed = range(max(units.start, _body(schedule, cell.stage)), units.stop)
+            return fed if schedule.training else range(0)
+        case Backward():
+            return units_used(schedule, action)
+        case _:
+            return range(0)
+
+
+def reduction_before(over: Over, reductions: tuple[Over, ...]) -> Over | None:
+    """The sum that must be finished before the sum ``over``: shards first, then replicas, then the other stage."""
+    place = reductions.index(over)
+    return reductions[place - 1] if place else None
+
+
+class _Shape:
+    """Sizes of a schedule's grid as arrays."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        grid = schedule.grid
+        self.slices = np.array(grid.num_slices, np.int64)
+        self.rank_of = np.array([grid.rank_of(s) for s in range(grid.num_stages)], np.int64)
+        extents = (grid.num_stages, grid.num_micros, int(self.slices.max()))
+        self.segments = np.ones(extents, np.int64)
+        for cell, cuts in schedule.cuts.items():
+            self.segments[cell] = len(cuts) + 1
+
+
+def _shape(schedule: Schedule) -> _Shape:
+    """The sizes of ``schedule``, made once for each."""
+    made = schedule.__dict__.get("_shape")
+    if made is None:
+        made = schedule.__dict__["_shape"] = _Shape(schedule)
+    return made
+
+
+def _target(facts: Facts, row: _Row, columns: Columns) -> Columns:
+    target = columns.copy()
+    target[:, KIND] = row.needs
+    if row.swap:
+        target[:, STAGE], target[:, PEER], target[:, PART] = columns[:, PEER], columns[:, STAGE], 0
+        return target
+    target[:, STAGE] += row.stage
+    target[:, SLICE] += row.slice
+    target[:, PEER] = -1 if row.peer is None else target[:, STAGE] + row.peer
+    target[:, PART] = _segment(facts, row.segment, columns, target)
+    return target
+
+
+def _segment(facts: Facts, rule: Segment, columns: Columns, target: Columns) -> Columns:
+    match rule:
+        case "first":
+            return np.zeros(len(columns), np.int64)
+        case "last":
+            cells = target[:, STAGE], target[:, MICRO], target[:, SLICE]
+            return np.asarray(facts.shape.segments[cells] - 1)
+        case "previous":
+            return np.asarray(columns[:, PART] - 1)
+        case "next":
+            return np.asarray(columns[:, PART] + 1)
+
+
+def _segment_units(schedule: Schedule, cell: Cell, segment: int) -> range:
+    if not schedule.units:
+        return range(0)
+    bounds = (0, *schedule.cuts.get(cell, ()), len(schedule.units[cell.stage]))
+    return range(bounds[segment], bounds[segment + 1])
+
+
+def _body(schedule: Schedule, stage: int) -> int:
+    """Units of ``stage`` before its head."""
+    units = schedule.units[stage] if schedule.units else ()
+    return len(units) - bool(units and units[-1].head)

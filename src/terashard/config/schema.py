@@ -1,7 +1,8 @@
 """What a user asks of a run: frozen sections, each checked at birth, field by field.
 
-A check that needs one field stands here. What must fit between sections (slices against tokens, stages against
-layers) is checked where the fitting is done, in ``plan``. Strings become types in ``load.py`` only.
+A check that needs one field stands here. What must fit between sections (slices against tokens,
+stages against layers) is checked where the fitting is done, in ``plan``. Strings become types in
+``load.py`` only. The string under a field is its help text.
 """
 
 from dataclasses import dataclass, field
@@ -15,12 +16,19 @@ def _at_least(section: str, name: str, value: float, least: float) -> None:
         raise ConfigError(f"{section}.{name} is {value}; it must be at least {least:g}")
 
 
+def _positive(section: str, of: object, *names: str) -> None:
+    for name in names:
+        value = getattr(of, name)
+        if value is not None:
+            _at_least(section, name, value, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The decoder to train."""
 
     family: Literal["llama", "gpt2"] = "llama"
-    """llama: RMSNorm, rotary positions, SwiGLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases."""
+    """llama: RMSNorm, rotary, SwiGLU; gpt2: LayerNorm, learned positions, GELU, biases."""
     vocab_size: int | None = None
     """Size of the vocabulary; by default what the data says."""
     hidden_size: int = 256
@@ -34,7 +42,7 @@ class ModelConfig:
     head_dim: int | None = None
     """Channels of one head; by default hidden_size / num_heads."""
     mlp_size: int | None = None
-    """Inner width of the MLP; by default 4 x hidden_size (gpt2) or about 8/3 x hidden_size (llama)."""
+    """Inner width of the MLP; by default 4 (gpt2) or about 8/3 (llama) x hidden_size."""
     max_length: int | None = None
     """Longest sequence that learned positions know; by default batch.tokens."""
     tied: bool = False
@@ -46,19 +54,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check every size that was given."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp_size",
-            "max_length",
-        ):
-            value = getattr(self, name)
-            if value is not None:
-                _at_least("model", name, value, 1)
+        _positive("model", self, "vocab_size", "hidden_size", "num_layers", "num_heads")
+        _positive("model", self, "num_kv_heads", "head_dim", "mlp_size", "max_length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +67,9 @@ class DataConfig:
     validation: str = ""
     """Folder of the held-out tokens; empty: the last `held_out` part of the training tokens."""
     held_out: float = 0.02
-    """Part of the training tokens that is held out when no validation folder is named; 0 holds out nothing."""
+    """Part of the training tokens held out when no validation folder is named; may be 0."""
     shuffle: bool = True
-    """Whether sequences are drawn in a random order, new in every epoch, that depends on run.seed only."""
+    """Draw sequences in a random order, new in every epoch, that depends on run.seed only."""
 
     def __post_init__(self) -> None:
         """Check the held-out part."""
@@ -91,13 +88,12 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         """Check both counts."""
-        _at_least("batch", "sequences", self.sequences, 1)
-        _at_least("batch", "tokens", self.tokens, 1)
+        _positive("batch", self, "sequences", "tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How the work is cut: replicas x stages x shards processes, micro-batches x token slices of a step."""
+    """How the work is cut: replicas x stages x shards processes, micro-batches x token slices."""
 
     stages: int = 1
     """Pipeline stages."""
@@ -108,16 +104,15 @@ class ParallelConfig:
     order: Literal["fill_drain", "one_forward_one_backward"] = "one_forward_one_backward"
     """Order of the cells: all forwards then all backwards, or one forward one backward."""
     micro_batches: int = 1
-    """Equal micro-batches of the sequences of one data-parallel rank; unused when `partition` is given."""
+    """Equal micro-batches of one data-parallel rank's sequences; unused with `partition`."""
     slices: tuple[int, ...] = (1,)
-    """One number: equal token slices per sequence; several: their lengths. Unused when `partition` is given."""
+    """One number: equal token slices; several: their lengths. Unused with `partition`."""
     partition: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Micro-batches as (sequences, slice lengths), e.g. [[2, [128, 128]], [1, [256]]]."""
 
     def __post_init__(self) -> None:
         """Check every count."""
-        for name in ("stages", "shards", "replicas", "micro_batches"):
-            _at_least("parallel", name, getattr(self, name), 1)
+        _positive("parallel", self, "stages", "shards", "replicas", "micro_batches")
         if not self.slices:
             raise ConfigError(
                 "parallel.slices is empty; give a number of equal slices or their lengths"
@@ -135,7 +130,7 @@ class ParameterGroup:
     """Optimizer options of the parameters whose global name matches a pattern."""
 
     match: str
-    """A shell-style pattern over global names, e.g. "layers.*.mlp.*"; the first group that matches wins."""
+    """A shell-style pattern over global names, e.g. "layers.*.mlp.*"; the first match wins."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options for these parameters, e.g. {lr = 1e-4, weight_decay = 0.0}."""
 
@@ -210,7 +205,7 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How long, how precisely, and what to look at on the way. Give exactly one of steps, tokens, epochs."""
+    """How long (one of steps, tokens, epochs), how precisely, and what to look at on the way."""
 
     steps: int | None = None
     """Length of the run in steps."""
@@ -219,9 +214,9 @@ class TrainConfig:
     epochs: float | None = None
     """Length of the run in passes over the training sequences; rounded up to whole steps."""
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Type in which units are gathered and computed; shards, optimizer and reductions are float32 under bf16."""
+    """Type of gathered units and computation; shards, optimizer and sums stay float32 in bf16."""
     non_finite: Literal["skip", "count", "stop"] = "skip"
-    """A NaN or infinity in loss or gradient norm: skip the update, only count it, or save and stop."""
+    """NaN or infinity in loss or gradient norm: skip the update, count it, or save and stop."""
     evaluate_every: int = 0
     """Steps between evaluations on held-out data; 0: only at the end."""
     evaluate_batches: int = 8
@@ -236,7 +231,7 @@ class TrainConfig:
         given = [n for n in ("steps", "tokens", "epochs") if getattr(self, n) is not None]
         if len(given) > 1:
             raise ConfigError(
-                f"train.{' and train.'.join(given)} are given; a run has one length: keep one of them"
+                f"train.{' and train.'.join(given)} are given; a run has one length: keep one"
             )
         for name in ("steps", "tokens", "epochs"):
             value = getattr(self, name)
@@ -283,8 +278,7 @@ class RunSection:
         """Check times and threads."""
         if self.timeout <= 0 or self.shutdown_timeout <= 0:
             raise ConfigError("run.timeout and run.shutdown_timeout must be above 0 seconds")
-        if self.threads is not None:
-            _at_least("run", "threads", self.threads, 1)
+        _positive("run", self, "threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,11 @@
 """The grammar of a schedule: cells, actions, and the one list that says what every rank does, in order.
 
-A step works on micro-batches of whole sequences; every sequence of a micro-batch is cut into the same token slices.
-One slice of one micro-batch on one stage is a *cell*. What a rank does is a list of *actions*, frozen values that
-cannot be built wrong: a ``Gather`` has no slice, a ``Forward`` has no peer. Written as text, left to right:
+A step works on micro-batches of whole sequences; every sequence of a micro-batch is cut into the
+same token slices.
+One slice of one micro-batch on one stage is a *cell*. What a rank does is a list of *actions*,
+frozen values that
+cannot be built wrong: a ``Gather`` has no slice, a ``Forward`` has no peer. Written as text, left
+to right:
 
     F1.0.2      forward of stage 1, micro-batch 0, slice 2          B1.0.2      its backward
     F1.0.2/1    … only its second segment: the next units of the stage
@@ -12,7 +15,8 @@ cannot be built wrong: a ``Gather`` has no slice, a ``Forward`` has no peer. Wri
     G1:3  X1:3  gather, release the parameters of unit 3 of stage 1
     A1:3@shard  add up the gradients of unit 3 of stage 1 over the ranks that share it out
 
-A ``Schedule`` keeps actions as integer columns, one array per rank, and yields these values when iterated.
+A ``Schedule`` keeps actions as integer columns, one array per rank, and yields these values when
+iterated.
 """
 
 import re
@@ -78,7 +82,8 @@ class MicroBatch:
 class Grid:
     """Pipeline ranks, (virtual) stages on each, and the micro-batches and slices of a step.
 
-    ``placement`` says which rank holds stage ``g`` when there are several ``chunks`` per rank: "looped" puts it on
+    ``placement`` says which rank holds stage ``g`` when there are several ``chunks`` per rank:
+    "looped" puts it on
     rank ``g mod ranks``, "v" goes down the ranks and back up.
     """
 
@@ -154,7 +159,8 @@ class Backward:
 class Send:
     """Send what ``cell`` made to stage ``to``: its output to the next stage, its input's gradient to the one before.
 
-    ``paired``: issued together with the ``Receive`` that follows, so that two blocking neighbours can swap.
+    ``paired``: issued together with the ``Receive`` that follows, so that two blocking neighbours
+    can swap.
     """
 
     cell: Cell

@@ -2,12 +2,15 @@
 
 What is proved of a schedule that passes:
 
-1. every cell, transfer and reduction that the grid asks for is there exactly once, on the right rank, and nothing else;
+1. every cell, transfer and reduction that the grid asks for is there exactly once, on the right
+rank, and nothing else;
 2. on every rank, each action stands behind all that it needs there;
-3. parameters are full whenever they are read, gathered only when not full, released at the end, and every gradient
+3. parameters are full whenever they are read, gathered only when not full, released at the end,
+and every gradient
    contribution is summed exactly once;
 4. every channel delivers in the order in which its receiver asks;
-5. all ranks come to the end, under the stated assumption on sends: ``buffered`` (a send returns at once) or ``blocking``
+5. all ranks come to the end, under the stated assumption on sends: ``buffered`` (a send returns
+at once) or ``blocking``
    (a send returns when the receiver stands at the matching receive).
 """
 

@@ -1,8 +1,11 @@
 """A schedule as one set of integer arrays, for judging only.
 
-The actions of all ranks lie one after the other. Every need between them is an edge: ``action[e]`` needs ``need[e]``, both
-positions in the arrays. Needs of the table come from ``needs.needed`` on whole columns; an action that reads a unit needs
-the ``Gather`` of that unit before it; a ``Reduce`` needs the sum before it and every action that feeds its unit.
+The actions of all ranks lie one after the other. Every need between them is an edge:
+``action[e]`` needs ``need[e]``, both
+positions in the arrays. Needs of the table come from ``needs.needed`` on whole columns; an action
+that reads a unit needs
+the ``Gather`` of that unit before it; a ``Reduce`` needs the sum before it and every action that
+feeds its unit.
 """
 
 from collections.abc import Iterator

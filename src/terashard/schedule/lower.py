@@ -1,7 +1,9 @@
 """Lowerings: from cells alone to the full list, one concern at a time.
 
-``insert_transfers`` puts a receive before what needs it and a send behind what makes it. ``split_at_units`` cuts cells
-into segments. ``insert_sharding`` puts in gathers, releases and reductions. ``fuse_pairs`` marks sends that blocking
+``insert_transfers`` puts a receive before what needs it and a send behind what makes it.
+``split_at_units`` cuts cells
+into segments. ``insert_sharding`` puts in gathers, releases and reductions. ``fuse_pairs`` marks
+sends that blocking
 neighbours must issue together with a receive. Each takes a schedule and returns a new one.
 """
 
@@ -88,7 +90,8 @@ def last_backward_cuts(
 def insert_sharding(schedule: Schedule, units: Sequence[Sequence[Unit]]) -> Schedule:
     """Gather every unit once, before its first use; reduce it once, when its gradient is final; release it after its last use.
 
-    The whole stage stays gathered in between. Gathers are issued at the start of the step, where the pipe is empty; a tied
+    The whole stage stays gathered in between. Gathers are issued at the start of the step, where
+    the pipe is empty; a tied
     weight's sum over two stages is issued last, when neither of them is waited for.
     """
     bare = schedule.with_actions(

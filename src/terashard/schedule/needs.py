@@ -3,12 +3,15 @@
 Two kinds of need:
 
 - *Between actions that happen once*: the table ``ROWS``. Each row says "an action of this kind, when this holds, needs
-  that action", and is written on whole columns, so that one action and a whole program are read by the same code.
+  that action", and is written on whole columns, so that one action and a whole program are read
+  by the same code.
 - *Of parameters*, which may be gathered again and again: ``units_used`` says which units an action reads (they must be
-  full then), ``units_fed`` to whose gradients it adds (their ``Reduce`` must come later), and ``reduction_before`` which
+  full then), ``units_fed`` to whose gradients it adds (their ``Reduce`` must come later), and
+  ``reduction_before`` which
   sum precedes which.
 
-Symbols: F(s,m,t,k) is the forward of segment k of the cell (stage s, micro-batch m, slice t); B its backward.
+Symbols: F(s,m,t,k) is the forward of segment k of the cell (stage s, micro-batch m, slice t); B
+its backward.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from terashard.schedule.actions import (
     BACKWARD,
@@ -40,6 +44,7 @@ from terashard.schedule.actions import (
 from terashard.schedule.schedule import Columns, Schedule
 
 Segment: TypeAlias = Literal["first", "last", "previous", "next"]
+Mask: TypeAlias = NDArray[np.bool_]
 
 
 class Facts:
@@ -61,26 +66,26 @@ class Facts:
         return self.shape.slices[self.micro] - 1
 
     @cached_property
-    def has_before(self) -> Columns:
+    def has_before(self) -> Mask:
         """Whether a stage comes before."""
         return self.stage > 0
 
     @cached_property
-    def has_after(self) -> Columns:
+    def has_after(self) -> Mask:
         """Whether a stage comes after."""
         return self.stage < len(self.shape.rank_of) - 1
 
     @cached_property
-    def from_afar(self) -> Columns:
+    def from_afar(self) -> Mask:
         """Whether the stage before is on another rank."""
         return self.has_before & ~self._same_rank(-1)
 
     @cached_property
-    def to_afar(self) -> Columns:
+    def to_afar(self) -> Mask:
         """Whether the stage after is on another rank."""
         return self.has_after & ~self._same_rank(1)
 
-    def _same_rank(self, shift: int) -> Columns:
+    def _same_rank(self, shift: int) -> Mask:
         ranks = self.shape.rank_of
         other = np.clip(self.stage + shift, 0, len(ranks) - 1)
         return np.asarray(ranks[other] == ranks[self.stage])
@@ -92,7 +97,7 @@ class _Row:
 
     of: int
     needs: int
-    when: Callable[[Facts], Columns]
+    when: Callable[[Facts], Mask]
     stage: int = 0
     slice: int = 0
     segment: Segment = "first"
@@ -101,7 +106,8 @@ class _Row:
 
 
 ROWS: tuple[_Row, ...] = (
-    # F(k) continues F(k-1); the first segment follows the whole slice before, whose carry it reads, and its input.
+    # F(k) continues F(k-1); the first segment follows the whole slice before, whose carry it
+    # reads, and its input.
     _Row(FORWARD, FORWARD, lambda f: f.part > 0, segment="previous"),
     _Row(FORWARD, FORWARD, lambda f: (f.part == 0) & (f.slice > 0), slice=-1, segment="last"),
     _Row(FORWARD, RECEIVE, lambda f: (f.part == 0) & f.from_afar, peer=-1),
@@ -112,7 +118,8 @@ ROWS: tuple[_Row, ...] = (
         stage=-1,
         segment="last",
     ),
-    # B(k) continues B(k+1); the top segment follows its own forward, the slice after, which owes it, and its gradient.
+    # B(k) continues B(k+1); the top segment follows its own forward, the slice after, which owes
+    # it, and its gradient.
     _Row(BACKWARD, BACKWARD, lambda f: f.part < f.top, segment="next"),
     _Row(BACKWARD, FORWARD, lambda f: f.part == f.top, segment="last"),
     _Row(BACKWARD, BACKWARD, lambda f: (f.part == f.top) & (f.slice < f.last_slice), slice=1),

@@ -1,6 +1,7 @@
 """Orders: from a grid to which cells every rank computes, in which order. No transfers, no parameters.
 
-Inside a sequence every order runs forward cells from the first slice to the last and backward cells from the last
+Inside a sequence every order runs forward cells from the first slice to the last and backward
+cells from the last
 to the first, because later slices owe gradients to earlier ones.
 """
 
@@ -16,7 +17,7 @@ Order = Callable[[Grid], Schedule]
 def fill_drain(grid: Grid) -> Schedule:
     """All forward cells, then all backward cells in reverse (TeraPipe, arXiv:2102.07988; one slice: GPipe)."""
     _one_chunk(grid, "fill_drain")
-    programs = []
+    programs: list[list[Action]] = []
     for rank in range(grid.ranks):
         cells = grid.cells(rank)
         programs.append([*map(Forward, cells), *map(Backward, reversed(cells))])
@@ -26,9 +27,12 @@ def fill_drain(grid: Grid) -> Schedule:
 def one_forward_one_backward(grid: Grid) -> Schedule:
     """One forward cell, one backward cell, after as few forwards as keep the pipe busy (Seq1F1B, arXiv:2406.03488).
 
-    Micro-batches run backward in the order they came, the slices of each from last to first. Of ``p`` ranks, rank
-    ``s`` has run ``n - 1 + p - s`` forward cells before its first backward cell, ``n`` being the slices of the first
-    micro-batch: ``min(nm, n + p - 1)/n`` sequences are live on rank 0. One slice per sequence: plain 1F1B.
+    Micro-batches run backward in the order they came, the slices of each from last to first. Of
+    ``p`` ranks, rank
+    ``s`` has run ``n - 1 + p - s`` forward cells before its first backward cell, ``n`` being the
+    slices of the first
+    micro-batch: ``min(nm, n + p - 1)/n`` sequences are live on rank 0. One slice per sequence:
+    plain 1F1B.
     """
     _one_chunk(grid, "one_forward_one_backward")
     return Schedule.of(grid, [list(_alternate(grid, rank)) for rank in range(grid.ranks)])

@@ -1,12 +1,14 @@
 """A schedule: what every pipeline rank does, in order, with the units and segments it speaks of.
 
-All shards and replicas of a stage run the same list, so there is one list per pipeline rank. Written as text::
+All shards and replicas of a stage run the same list, so there is one list per pipeline rank.
+Written as text::
 
     terashard schedule 1
     ranks 2
     chunks 1 looped
     micro 1 [2, 2]                   one line per micro-batch: sequences, slice lengths
-    unit 0:0 embed shard             one line per unit once sharding is in the list: reductions it takes part in
+    unit 0:0 embed shard             one line per unit once sharding is in the list: reductions it
+    takes part in
     unit 1:1 head shard head         … `head`: used with the loss, in forward cells only
     cut 0.0.0 1                      units at which a cell is cut into segments
     rank 0: G0:0 F0.0.0 S0.0.0>1 …
@@ -41,7 +43,8 @@ HEADER = "terashard schedule 1"
 class Unit:
     """One unit of a stage as the schedule sees it: its name, the sums its gradient goes through, and whether it is a head.
 
-    A head is used together with the loss: its parameters are needed, and its gradient is made, in forward cells only.
+    A head is used together with the loss: its parameters are needed, and its gradient is made, in
+    forward cells only.
     """
 
     name: str
@@ -53,7 +56,8 @@ class Unit:
 class Schedule:
     """``programs[r]`` [actions, 6]: the actions of pipeline rank ``r`` as integer columns.
 
-    ``units[s]`` lists the units of stage ``s`` (empty until sharding is put in), ``cuts`` the unit boundaries at which a
+    ``units[s]`` lists the units of stage ``s`` (empty until sharding is put in), ``cuts`` the
+    unit boundaries at which a
     cell is cut into segments; ``training`` is false for a list of forward cells only.
     """
 

@@ -1,7 +1,9 @@
 """What a decoder is, in numbers: enough to count, plan and build it.
 
-One decoder covers two families. Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases. GPT-2:
-LayerNorm, learned positions, GELU, biases. Parameter names are the same in both where they mean the same.
+One decoder covers two families. Llama: RMSNorm, rotary positions, grouped-query attention,
+SwiGLU, no biases. GPT-2:
+LayerNorm, learned positions, GELU, biases. Parameter names are the same in both where they mean
+the same.
 """
 
 from dataclasses import dataclass

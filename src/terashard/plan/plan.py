@@ -1,0 +1,238 @@
+"""The frozen answer to "how is this run cut": stages, shards, replicas, order, micro-batches, slices, layers.
+
+A plan is what the configuration states. It is checked when it is made, saved into the run
+directory, and read back from
+there.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from terashard.config.schema import BatchConfig, ParallelConfig, RunConfig
+from terashard.errors import PlanError
+from terashard.schedule.actions import Grid, MicroBatch, Over
+from terashard.schedule.check import check
+from terashard.schedule.lower import (
+    fuse_pairs,
+    insert_sharding,
+    insert_transfers,
+    last_backward_cuts,
+    split_at_units,
+)
+from terashard.schedule.orders import ORDERS, forward_only
+from terashard.schedule.schedule import Schedule, Unit
+from terashard.spec.model import ModelSpec
+
+FORMAT = "terashard-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one step is cut.
+
+    ``partition`` lists the micro-batches of one data-parallel rank, all of sequences of the same
+    length; ``layers`` has
+    the half-open range of layers of every stage, and is empty for stages that the caller builds.
+    """
+
+    stages: int = 1
+    shards: int = 1
+    replicas: int = 1
+    order: str = "one_forward_one_backward"
+    partition: tuple[MicroBatch, ...]
+    layers: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit together."""
+        for name in ("stages", "shards", "replicas"):
+            if getattr(self, name) < 1:
+                raise PlanError(
+                    f"a plan with {getattr(self, name)} {name} runs nothing; give at least 1"
+                )
+        if self.order not in ORDERS:
+            raise PlanError(f"there is no order {self.order!r}; there are: {', '.join(ORDERS)}")
+        if len({micro.tokens for micro in self.partition}) != 1:
+            found = [list(micro.slices) for micro in self.partition]
+            raise PlanError(
+                f"the slices of every micro-batch must add up to one sequence length; found {found}"
+            )
+        if self.layers and len(self.layers) != self.stages:
+            raise PlanError(
+                f"layers are given for {len(self.layers)} stages, but there are {self.stages}"
+            )
+
+    @classmethod
+    def uniform(
+        cls, *, sequences: int, tokens: int, micro_batches: int = 1, slices: int = 1, **rest: Any
+    ) -> "Plan":
+        """A plan with equal micro-batches of ``sequences`` in all, each cut into equal slices."""
+        batch = BatchConfig(sequences=sequences, tokens=tokens)
+        parallel = ParallelConfig(micro_batches=micro_batches, slices=(slices,))
+        return cls(partition=_partition(parallel, batch, sequences), **rest)
+
+    @property
+    def processes(self) -> int:
+        """Ranks that the plan needs."""
+        return self.stages * self.shards * self.replicas
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one data-parallel rank per step."""
+        return sum(micro.sequences for micro in self.partition)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sequence."""
+        return self.partition[0].tokens
+
+    @property
+    def grid(self) -> Grid:
+        """Stages, micro-batches and slices."""
+        return Grid(ranks=self.stages, partition=self.partition)
+
+    def schedule(self, units: Sequence[Sequence[Unit]] = (), *, paired: bool = False) -> Schedule:
+        """The checked list of actions of a training step, over the units of every stage if they are given.
+
+        ``paired``: for a transport whose sends block; sends and receives between neighbours are
+        then issued together.
+        """
+        bare = ORDERS[self.order](self.grid)
+        if units and self.shards * self.replicas > 1:
+            bare = split_at_units(bare, last_backward_cuts(bare, units))
+        return _lowered(bare, units, paired)
+
+    def evaluation(self, units: Sequence[Sequence[Unit]] = (), *, paired: bool = False) -> Schedule:
+        """The checked list of actions that computes the loss and nothing else."""
+        return _lowered(forward_only(self.grid), units, paired)
+
+    def save(self, path: Path) -> None:
+        """Write the plan as JSON."""
+        path.write_text(
+            json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
+        )
+
+
+def load(path: Path) -> Plan:
+    """Read a plan that ``Plan.save`` wrote; ``PlanError`` says what is wrong with the file."""
+    try:
+        found = json.loads(path.read_text())
+        if found.pop("format") != FORMAT or found.pop("version") != VERSION:
+            raise ValueError(f"its format is not {FORMAT!r} version {VERSION}")
+        return from_json(found)
+    except OSError as cause:
+        raise PlanError(f"cannot read the plan {path}: {cause.strerror or cause}") from cause
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise PlanError(f"{path} is no plan that can be read: {cause}") from cause
+
+
+def from_json(found: dict[str, Any]) -> Plan:
+    """The plan whose ``asdict`` is ``found``."""
+    micros = tuple(MicroBatch(m["sequences"], tuple(m["slices"])) for m in found.pop("partition"))
+    layers = tuple((first, last) for first, last in found.pop("layers"))
+    return Plan(partition=micros, layers=layers, **found)
+
+
+def plan_of(config: RunConfig, num_layers: int) -> Plan:
+    """What ``config`` states, checked: layers spread evenly over stages, sequences over data-parallel ranks."""
+    parallel, batch = config.parallel, config.batch
+    ranks = parallel.shards * parallel.replicas
+    if batch.sequences % ranks:
+        raise PlanError(
+            f"batch.sequences = {batch.sequences} cannot be shared by {ranks} data-parallel ranks"
+            f" (shards x replicas = {parallel.shards} x {parallel.replicas}); make it a multiple of {ranks}"
+        )
+    return Plan(
+        stages=parallel.stages,
+        shards=parallel.shards,
+        replicas=parallel.replicas,
+        order=parallel.order,
+        partition=_partition(parallel, batch, batch.sequences // ranks),
+        layers=spread_layers(num_layers, parallel.stages),
+    )
+
+
+def spread_layers(num_layers: int, stages: int) -> tuple[tuple[int, int], ...]:
+    """Half-open layer ranges of every stage, as even as they can be; the first stages get the rest."""
+    if stages > num_layers:
+        raise PlanError(
+            f"parallel.stages = {stages} is more than the model's {num_layers} layers;"
+            f" use at most {num_layers} stages, or a deeper model"
+        )
+    each, rest = divmod(num_layers, stages)
+    ends = [each * (s + 1) + min(s + 1, rest) for s in range(stages)]
+    return tuple(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def stage_units(spec: ModelSpec, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
+    """The units of every stage of terashard's own decoder."""
+    names = spec.unit_names()
+    sums: tuple[Over, ...] = ("shard", "replica") if plan.replicas > 1 else ("shard",)
+    ties: tuple[Over, ...] = (*sums, "tie") if spec.tied and plan.stages > 1 else sums
+    stages = [[Unit(f"layers.{i}", sums) for i in range(*layers)] for layers in plan.layers]
+    stages[0].insert(0, Unit(names[0], ties))
+    stages[-1].append(Unit(names[-1], ties, head=True))
+    return tuple(map(tuple, stages))
+
+
+def equal_slices(tokens: int, count: int) -> tuple[int, ...]:
+    """``tokens`` in ``count`` slices that differ by one token at most, longer ones first."""
+    if count > tokens:
+        raise PlanError(
+            f"{count} slices of a sequence of {tokens} tokens would be empty; use at most {tokens}"
+        )
+    each, rest = divmod(tokens, count)
+    return tuple(each + (i < rest) for i in range(count))
+
+
+def _partition(
+    parallel: ParallelConfig, batch: BatchConfig, sequences: int
+) -> tuple[MicroBatch, ...]:
+    """Micro-batches of the ``sequences`` of one data-parallel rank."""
+    if parallel.partition:
+        return _given_partition(parallel, batch, sequences)
+    if sequences % parallel.micro_batches:
+        raise PlanError(
+            f"{sequences} sequences per data-parallel rank cannot be cut into parallel.micro_batches ="
+            f" {parallel.micro_batches} equal micro-batches; change batch.sequences or parallel.micro_batches"
+        )
+    one = len(parallel.slices) == 1
+    slices = equal_slices(batch.tokens, parallel.slices[0]) if one else parallel.slices
+    _check_sum("parallel.slices", slices, batch.tokens)
+    return (MicroBatch(sequences // parallel.micro_batches, slices),) * parallel.micro_batches
+
+
+def _given_partition(
+    parallel: ParallelConfig, batch: BatchConfig, sequences: int
+) -> tuple[MicroBatch, ...]:
+    micros = tuple(MicroBatch(count, slices) for count, slices in parallel.partition)
+    for micro in micros:
+        _check_sum("parallel.partition", micro.slices, batch.tokens)
+    total = sum(micro.sequences for micro in micros)
+    if total != sequences:
+        raise PlanError(
+            f"the micro-batches of parallel.partition hold {total} sequences, but every data-parallel rank has"
+            f" {sequences} (batch.sequences over shards x replicas)"
+        )
+    return micros
+
+
+def _check_sum(key: str, slices: Sequence[int], tokens: int) -> None:
+    if sum(slices) != tokens:
+        raise PlanError(
+            f"{key}: slices {list(slices)} add up to {sum(slices)} tokens, but batch.tokens = {tokens};"
+            " the slices of a sequence must add up to its length"
+        )
+
+
+def _lowered(bare: Schedule, units: Sequence[Sequence[Unit]], paired: bool) -> Schedule:
+    schedule = insert_transfers(bare)
+    if units:
+        schedule = insert_sharding(schedule, units)
+    if paired:
+        schedule = fuse_pairs(schedule)
+    check(schedule, sends="blocking" if paired else "buffered")
+    return schedule

@@ -1,0 +1,110 @@
+"""A verb's words → a frozen dataclass of its arguments, through tyro; a run's overrides stay words.
+
+A verb that takes ``--section.key value`` has a field ``overrides``. The dot tells the two kinds of
+options apart: an option with a dot and everything up to the next option go, unread, into that
+field, for ``config.load`` to read over the run file.
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import MISSING, field, fields, make_dataclass, replace
+from difflib import get_close_matches
+from io import StringIO
+from typing import Any, NoReturn, TypeVar, cast
+
+import tyro
+
+from terashard.config.load import load
+from terashard.config.override import settings_type, unknown_option
+from terashard.errors import ConfigError
+
+Arguments = TypeVar("Arguments")
+_OPTION = re.compile(r"--?[A-Za-z].*")
+_HELP = {"-h", "--help"}
+
+
+def parse(kind: type[Arguments], words: Sequence[str], program: str) -> Arguments:
+    """``words`` as a ``kind``; ConfigError for what is wrong in them, SystemExit after ``--help``."""
+    open_ended = "overrides" in _names(kind)
+    own, overrides = split(words) if open_ended else (list(words), [])
+    if _HELP & set(words):
+        _help(kind, [word for word in own if word not in _HELP], program)
+    parsed, unknown = _parse_known(kind, own, program)
+    if unknown:
+        raise _refused(kind, unknown[0], program)
+    return cast(Arguments, replace(parsed, overrides=tuple(overrides)) if open_ended else parsed)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A verb's own words, and the overrides."""
+    own: list[str] = []
+    overrides: list[str] = []
+    target = own
+    for word in words:
+        if _OPTION.fullmatch(word):
+            target = overrides if "." in word.partition("=")[0] else own
+        target.append(word)
+    return own, overrides
+
+
+def _names(kind: Any) -> list[str]:
+    return [f.name for f in fields(kind)]
+
+
+def _parse_known(kind: type, words: Sequence[str], program: str) -> tuple[Any, list[str]]:
+    """What tyro makes of ``words``, and the words it does not know; its complaints as ConfigError."""
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            return cast(
+                "tuple[Any, list[str]]",
+                tyro.cli(kind, args=words, prog=program, return_unknown_args=True, add_help=False),
+            )
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        raise ConfigError(f"{_sentence(said.getvalue())}; see {program} --help") from None
+
+
+def _sentence(box: str) -> str:
+    """The first paragraph of tyro's framed message as one line."""
+    inside = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    text = " ".join(inside).partition(" ───")[0].partition(" Got errors:")[0]
+    text = re.sub(r"(Error parsing \S+): no type matching \S+ could be", r"\1: cannot be", text)
+    return " ".join(text.split()).rstrip(".") or "the command line cannot be understood"
+
+
+def _refused(kind: type, word: str, program: str) -> ConfigError:
+    """The error for a word that ``kind`` has no place for, with the nearest option."""
+    if not word.startswith("-"):
+        return ConfigError(f"{word!r} is one word too many; see {program} --help")
+    name = word.partition("=")[0]
+    own = [f"--{n.replace('_', '-')}" for n in _names(kind) if n != "overrides"]
+    close = get_close_matches(name.replace("_", "-"), own, n=1)
+    if not close and "overrides" in _names(kind):
+        return unknown_option(word)
+    meant = f"did you mean {close[0]}?" if close else f"see {program} --help"
+    return ConfigError(f"there is no option {name}; {meant}")
+
+
+def _help(kind: type, own: Sequence[str], program: str) -> NoReturn:
+    """Print the help of a verb; one with overrides shows every key, with the run file's values."""
+    if "overrides" in _names(kind):
+        kind = _with_settings(kind, own, program)
+    tyro.cli(kind, args=["--help"], prog=program)
+    raise SystemExit(0)
+
+
+def _with_settings(kind: type, own: Sequence[str], program: str) -> type:
+    """``kind`` and the sections of a run, their defaults taken from the file and preset named."""
+    named, _ = _parse_known(kind, own, program) if own else (None, [])
+    current = load(getattr(named, "file", None), (), getattr(named, "preset", None))
+    sections = []
+    for section in fields(cast(Any, settings_type(current))):
+        assert section.default_factory is not MISSING
+        start = field(default_factory=section.default_factory)
+        sections.append((section.name, section.type, start))
+    merged = make_dataclass(kind.__name__, sections, bases=(kind,), frozen=True, kw_only=True)
+    merged.__doc__ = kind.__doc__
+    return merged

@@ -1,0 +1,40 @@
+"""``terashard config show``: the configuration a run would have, whole or only what was chosen."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from terashard.config.load import build, layers, settings
+from terashard.config.write import differences, dump, to_toml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Show:
+    """Print the configuration that a run file, a preset and options make together, as a run file."""
+
+    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml")] = None
+    """Run file; without it, the defaults and the preset."""
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Named settings below the run file: demo, small or tiny."""
+    diff: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print only what differs from the defaults, and where it was said."""
+    overrides: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+
+
+def run(arguments: Show) -> int:
+    """Print the configuration, or its differences from the defaults."""
+    merged = settings(layers(arguments.file, arguments.overrides, arguments.preset))
+    config = build(merged)
+    if not arguments.diff:
+        print(dump(config), end="")
+        return 0
+    lines = {
+        f"{dotted} = {to_toml(value)}": f"{merged[dotted].layer.place(dotted)}; {to_toml(base)} by default"
+        for dotted, (base, value) in differences(config).items()
+    }
+    width = max(map(len, lines), default=0)
+    for line, comment in lines.items():
+        print(f"{line:<{width}}  # {comment}")
+    return 0

@@ -1,0 +1,200 @@
+"""The command ``terashard``: finds the verb, hands it its words, turns errors into one message.
+
+A verb lives in a module of its own, imported when it is called: a frozen dataclass of arguments
+(its docstring is the help) and ``run(arguments) -> int``. Nothing here imports torch.
+
+Exit codes: 0 done; 1 failed while running; 2 refused before anything ran (a wrong command line,
+configuration, plan or data); 130 interrupted. ``TERASHARD_TRACEBACK=1`` shows where an error came
+from.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+
+import terashard
+from terashard.errors import ConfigError, DataError, PlanError, TerashardError
+
+SENTENCE = (
+    "trains Transformers on long sequences: slices of tokens flow through pipeline stages,"
+    " parameters are sharded, and one schedule, held as data, drives both."
+)
+EXAMPLES = (
+    ("terashard demo", "a first model, on this machine, in two minutes"),
+    ("terashard data prepare books/ -o tokens/", "text to tokens"),
+    ("terashard train run.toml --parallel.stages 2 --parallel.slices 8", "your own run"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verb:
+    """One thing the command can do."""
+
+    name: str
+    usage: str = ""
+    help: str
+    module: str
+    arguments: str
+    """Name of the dataclass in ``module``."""
+
+
+VERBS = (
+    Verb(
+        name="demo",
+        help="train a small model on Python's own sources, and watch",
+        module="terashard.cli.demo",
+        arguments="Demo",
+    ),
+    Verb(
+        name="train",
+        usage="RUN.toml [-n N]",
+        help="train what a run file describes; starts its own workers",
+        module="terashard.cli.train",
+        arguments="Train",
+    ),
+    Verb(
+        name="resume",
+        usage="RUN_DIR",
+        help="go on from a run's last checkpoint",
+        module="terashard.cli.resume",
+        arguments="Resume",
+    ),
+    Verb(
+        name="data prepare",
+        usage="PATH... -o DIR",
+        help="turn text, sources or JSON lines into tokens",
+        module="terashard.cli.data",
+        arguments="Prepare",
+    ),
+    Verb(
+        name="config show",
+        usage="[RUN.toml] [--diff]",
+        help="print the whole configuration of a run",
+        module="terashard.cli.config",
+        arguments="Show",
+    ),
+    Verb(
+        name="schedule show",
+        usage="RUN.toml",
+        help="draw who computes what, and when",
+        module="terashard.cli.schedule",
+        arguments="Show",
+    ),
+    Verb(
+        name="version",
+        help="print the versions that matter in a bug report",
+        module="terashard.cli.version",
+        arguments="Version",
+    ),
+)
+
+
+def entry() -> None:
+    """Run the command line of this process and exit."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(words: Sequence[str]) -> int:
+    """Perform one command; returns its exit code."""
+    try:
+        return _perform(list(words))
+    except TerashardError as error:
+        _complain(error)
+        return 2 if isinstance(error, ConfigError | PlanError | DataError) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output is gone; the interpreter must not try to flush it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
+    """The verb that ``words`` begin with, and the words after it; ConfigError names the nearest."""
+    for verb in VERBS:
+        name = verb.name.split()
+        if list(words[: len(name)]) == name:
+            return verb, list(words[len(name) :])
+    asked = " ".join(word for word in words[:2] if not word.startswith("-"))
+    inside = [verb.name for verb in VERBS if verb.name.split()[0] == words[0]]
+    if inside:
+        raise ConfigError(f"there is no command {asked!r}; {words[0]} knows {', '.join(inside)}")
+    names = [verb.name for verb in VERBS]
+    close = _nearest(words[0]) or _nearest(asked)
+    meant = f"did you mean {close}? " if close else ""
+    raise ConfigError(f"there is no command {words[0]!r}; {meant}there are {', '.join(names)}")
+
+
+def _nearest(asked: str) -> str | None:
+    names = {verb.name: verb.name for verb in VERBS}
+    names |= {verb.name.split()[0]: verb.name for verb in VERBS}
+    names |= {verb.name.split()[-1]: verb.name for verb in VERBS if verb.name != "config show"}
+    close = get_close_matches(asked, names, n=1)
+    return names[close[0]] if close else None
+
+
+def _perform(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        _print_help()
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"terashard {terashard.__version__}")
+        return 0
+    if len(words) == 2 and words[1] in ("-h", "--help") and _is_group(words[0]):
+        words = next(verb for verb in VERBS if verb.name.startswith(f"{words[0]} ")).name.split()
+        words.append("--help")
+    verb, rest = find(words)
+    from terashard.cli.arguments import parse  # tyro: only once a verb is known
+
+    module = import_module(verb.module)
+    arguments = parse(getattr(module, verb.arguments), rest, f"terashard {verb.name}")
+    return int(module.run(arguments))
+
+
+def _is_group(word: str) -> bool:
+    return any(verb.name.startswith(f"{word} ") for verb in VERBS)
+
+
+def _complain(error: TerashardError) -> None:
+    if os.environ.get("TERASHARD_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    if not sys.stderr.isatty():
+        print(f"error: {error}", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    line = Table.grid(padding=(0, 1))
+    line.add_row(Text("error:", style="bold red"), Text(str(error)))
+    Console(stderr=True).print(line)
+
+
+def _print_help() -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    verbs = Table.grid(padding=(0, 2, 0, 0))
+    for verb in VERBS:
+        name = Text(f"{verb.name} ", style="bold cyan").append(verb.usage, style="not bold cyan")
+        verbs.add_row(name, Text(verb.help))
+    examples = Table.grid(padding=(0, 2, 0, 0))
+    for command, meaning in EXAMPLES:
+        examples.add_row(Text(command), Text(f"# {meaning}", style="dim"))
+    console = Console(highlight=False)
+    console.print(Text.assemble(("terashard", "bold"), f" {SENTENCE}"))
+    for title, body in (("Commands", verbs), ("Examples", examples)):
+        console.print(Text(f"\n{title}", style="bold"))
+        console.print(Padding(body, (0, 0, 0, 2), expand=False))
+    console.print(
+        "\n`terashard COMMAND --help` says more. Any key of a run file can be given to train, resume"
+        " and show as\n`--section.key value`."
+    )

@@ -11,7 +11,7 @@ from contextlib import redirect_stderr
 from dataclasses import MISSING, field, fields, make_dataclass, replace
 from difflib import get_close_matches
 from io import StringIO
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast, get_type_hints
 
 import tyro
 
@@ -25,14 +25,17 @@ _HELP = {"-h", "--help"}
 
 
 def parse(kind: type[Arguments], words: Sequence[str], program: str) -> Arguments:
-    """``words`` as a ``kind``; ConfigError for what is wrong in them, SystemExit after ``--help``."""
+    """``words`` as a ``kind``; ConfigError for what is wrong, SystemExit after ``--help``."""
     open_ended = "overrides" in _names(kind)
     own, overrides = split(words) if open_ended else (list(words), [])
     if _HELP & set(words):
         _help(kind, [word for word in own if word not in _HELP], program)
+    for word in own:
+        if _OPTION.fullmatch(word) and word.partition("=")[0].replace("_", "-") not in _flags(kind):
+            raise _refused(kind, word, program)
     parsed, unknown = _parse_known(kind, own, program)
     if unknown:
-        raise _refused(kind, unknown[0], program)
+        raise ConfigError(f"{unknown[0]!r} is one word too many; see {program} --help")
     return cast(Arguments, replace(parsed, overrides=tuple(overrides)) if open_ended else parsed)
 
 
@@ -52,14 +55,26 @@ def _names(kind: Any) -> list[str]:
     return [f.name for f in fields(kind)]
 
 
+def _flags(kind: type) -> list[str]:
+    """Every spelling of every option of ``kind``, without its overrides and positional words."""
+    flags: list[str] = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
+        if tyro.conf.Positional in marks or name == "overrides":
+            continue
+        option = name.replace("_", "-")
+        flags += [f"--{option}", f"--no-{option}"] if hint is bool else [f"--{option}"]
+        flags += [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
+    return flags
+
+
 def _parse_known(kind: type, words: Sequence[str], program: str) -> tuple[Any, list[str]]:
-    """What tyro makes of ``words``, and the words it does not know; its complaints as ConfigError."""
+    """What tyro makes of ``words``, and the words left over; its complaints as ConfigError."""
     said = StringIO()
     try:
         with redirect_stderr(said):
-            return cast(
-                "tuple[Any, list[str]]",
-                tyro.cli(kind, args=words, prog=program, return_unknown_args=True, add_help=False),
+            return tyro.cli(
+                kind, args=words, prog=program, return_unknown_args=True, add_help=False
             )
     except SystemExit as stop:
         if stop.code == 0:
@@ -71,17 +86,15 @@ def _sentence(box: str) -> str:
     """The first paragraph of tyro's framed message as one line."""
     inside = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
     text = " ".join(inside).partition(" ───")[0].partition(" Got errors:")[0]
-    text = re.sub(r"(Error parsing \S+): no type matching \S+ could be", r"\1: cannot be", text)
+    text = re.sub(r"Error parsing (\S+): no type matching \S+ could be", r"\1 cannot be", text)
+    text = re.sub(r"Missing from [^:]+: (\S+)", r"\1 is missing:", text)
     return " ".join(text.split()).rstrip(".") or "the command line cannot be understood"
 
 
 def _refused(kind: type, word: str, program: str) -> ConfigError:
-    """The error for a word that ``kind`` has no place for, with the nearest option."""
-    if not word.startswith("-"):
-        return ConfigError(f"{word!r} is one word too many; see {program} --help")
+    """The error for an option that ``kind`` does not have, with the nearest one."""
     name = word.partition("=")[0]
-    own = [f"--{n.replace('_', '-')}" for n in _names(kind) if n != "overrides"]
-    close = get_close_matches(name.replace("_", "-"), own, n=1)
+    close = get_close_matches(name.replace("_", "-"), _flags(kind), n=1)
     if not close and "overrides" in _names(kind):
         return unknown_option(word)
     meant = f"did you mean {close[0]}?" if close else f"see {program} --help"

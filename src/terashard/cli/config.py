@@ -12,11 +12,13 @@ from terashard.config.write import differences, dump, to_toml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Show:
-    """Print the configuration that a run file, a preset and options make together, as a run file."""
+    """Print the configuration that a run file, a preset and options make, as a run file."""
 
-    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml")] = None
+    file: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml", help_behavior_hint="")
+    ] = None
     """Run file; without it, the defaults and the preset."""
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Named settings below the run file: demo, small or tiny."""
     diff: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print only what differs from the defaults, and where it was said."""
@@ -30,11 +32,11 @@ def run(arguments: Show) -> int:
     if not arguments.diff:
         print(dump(config), end="")
         return 0
-    lines = {
-        f"{dotted} = {to_toml(value)}": f"{merged[dotted].layer.place(dotted)}; {to_toml(base)} by default"
+    changed = {
+        f"{dotted} = {to_toml(value)}": (merged[dotted].layer.place(dotted), to_toml(base))
         for dotted, (base, value) in differences(config).items()
     }
-    width = max(map(len, lines), default=0)
-    for line, comment in lines.items():
-        print(f"{line:<{width}}  # {comment}")
+    width = max(map(len, changed), default=0)
+    for line, (place, base) in changed.items():
+        print(f"{line:<{width}}  # {place}; {base} by default")
     return 0

@@ -20,13 +20,17 @@ import terashard
 from terashard.errors import ConfigError, DataError, PlanError, TerashardError
 
 SENTENCE = (
-    "trains Transformers on long sequences: slices of tokens flow through pipeline stages,"
-    " parameters are sharded, and one schedule, held as data, drives both."
+    "trains Transformers on long sequences: token slices flow through pipeline stages over"
+    " sharded parameters, driven by one schedule held as data."
 )
 EXAMPLES = (
-    ("terashard demo", "a first model, on this machine, in two minutes"),
-    ("terashard data prepare books/ -o tokens/", "text to tokens"),
-    ("terashard train run.toml --parallel.stages 2 --parallel.slices 8", "your own run"),
+    "terashard demo",
+    "terashard data prepare books/ -o tokens/",
+    "terashard train run.toml --parallel.stages 2 --parallel.slices 8",
+)
+CLOSING = (
+    "terashard COMMAND --help says more. Any key of a run file is also an option of train,"
+    " resume and show: --section.key value."
 )
 
 
@@ -45,14 +49,14 @@ class Verb:
 VERBS = (
     Verb(
         name="demo",
-        help="train a small model on Python's own sources, and watch",
+        help="see it work: a small model, two minutes",
         module="terashard.cli.demo",
         arguments="Demo",
     ),
     Verb(
         name="train",
         usage="RUN.toml [-n N]",
-        help="train what a run file describes; starts its own workers",
+        help="train what a run file describes",
         module="terashard.cli.train",
         arguments="Train",
     ),
@@ -66,27 +70,27 @@ VERBS = (
     Verb(
         name="data prepare",
         usage="PATH... -o DIR",
-        help="turn text, sources or JSON lines into tokens",
+        help="text, sources or JSON lines to tokens",
         module="terashard.cli.data",
         arguments="Prepare",
     ),
     Verb(
         name="config show",
         usage="[RUN.toml] [--diff]",
-        help="print the whole configuration of a run",
+        help="the whole configuration of a run",
         module="terashard.cli.config",
         arguments="Show",
     ),
     Verb(
         name="schedule show",
         usage="RUN.toml",
-        help="draw who computes what, and when",
+        help="who computes what, and when",
         module="terashard.cli.schedule",
         arguments="Show",
     ),
     Verb(
         name="version",
-        help="print the versions that matter in a bug report",
+        help="what a bug report should begin with",
         module="terashard.cli.version",
         arguments="Version",
     ),
@@ -134,7 +138,7 @@ def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
 def _nearest(asked: str) -> str | None:
     names = {verb.name: verb.name for verb in VERBS}
     names |= {verb.name.split()[0]: verb.name for verb in VERBS}
-    names |= {verb.name.split()[-1]: verb.name for verb in VERBS if verb.name != "config show"}
+    names |= {verb.name.split()[-1]: verb.name for verb in VERBS if "show" not in verb.name}
     close = get_close_matches(asked, names, n=1)
     return names[close[0]] if close else None
 
@@ -186,15 +190,9 @@ def _print_help() -> None:
     for verb in VERBS:
         name = Text(f"{verb.name} ", style="bold cyan").append(verb.usage, style="not bold cyan")
         verbs.add_row(name, Text(verb.help))
-    examples = Table.grid(padding=(0, 2, 0, 0))
-    for command, meaning in EXAMPLES:
-        examples.add_row(Text(command), Text(f"# {meaning}", style="dim"))
     console = Console(highlight=False)
     console.print(Text.assemble(("terashard", "bold"), f" {SENTENCE}"))
-    for title, body in (("Commands", verbs), ("Examples", examples)):
+    for title, body in (("Commands", verbs), ("Examples", Text("\n".join(EXAMPLES)))):
         console.print(Text(f"\n{title}", style="bold"))
         console.print(Padding(body, (0, 0, 0, 2), expand=False))
-    console.print(
-        "\n`terashard COMMAND --help` says more. Any key of a run file can be given to train, resume"
-        " and show as\n`--section.key value`."
-    )
+    console.print(Text(f"\n{CLOSING}"))

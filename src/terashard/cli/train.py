@@ -20,14 +20,18 @@ from terashard.spec.model import describe
 class Train:
     """Train what a run file describes.
 
-    Starts one worker for every rank on this machine; under torchrun, becomes the worker of its rank.
+    Starts one worker for every rank on this machine; under torchrun, becomes the one of its rank.
     """
 
-    file: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml")] = None
+    file: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml", help_behavior_hint="")
+    ] = None
     """Run file (TOML)."""
-    processes: Annotated[int | None, tyro.conf.arg(aliases=["-n"], metavar="N")] = None
+    processes: Annotated[
+        int | None, tyro.conf.arg(aliases=["-n"], metavar="N", help_behavior_hint="")
+    ] = None
     """Workers to start; by default replicas x stages x shards."""
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
     """Named settings below the run file: demo, small or tiny."""
     overrides: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
 

@@ -1,0 +1,141 @@
+r"""Full-size buffers that are reused for ever, and what keeps autograd from reading a stale one.
+
+Autograd saves a weight in the forward pass and reads it in the backward pass. If its buffer holds
+another unit's parameters by then, the gradient is silently wrong. The contract of this file:
+*autograd never reads a stale parameter; a stale read raises*.
+
+::
+
+    BufferPool ──slot(0)──> Slot ── flat ─────────── one storage, allocated at first use
+                             │
+                             ├── Lease of unit a ── flat.data   version counter of a's parameters
+                             └── Lease of unit b ── flat.data   version counter of b's parameters
+
+Static form: a unit always uses the same slot, so what autograd saved points at the right place
+again once the slot is refilled. A lease's version is even while its content may be read and odd
+while it may not. It is the same even number after every refill with the same values (same
+*generation*), and a greater one once the values may have changed. Autograd compares the number at
+backward with the one it saw at forward, and raises if they differ.
+
+A form in which a unit moves between slots would make a lease for the slot it is given; ``Slot``
+stays as it is.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from terashard.errors import RunError
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """One buffer, at the disposal of one unit at a time."""
+
+    label: str
+    device: torch.device
+    dtype: torch.dtype
+    numel: int = 0
+    holder: str | None = None
+    _flat: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def over(cls, flat: Tensor, label: str) -> "Slot":
+        """A slot whose buffer exists already and belongs to somebody else."""
+        return cls(
+            label=label, device=flat.device, dtype=flat.dtype, numel=flat.numel(), _flat=flat
+        )
+
+    def reserve(self, numel: int) -> None:
+        """Make the buffer at least ``numel`` elements long; only before its first use."""
+        if self._flat is not None and numel > self._flat.numel():
+            raise RunError(
+                f"{self.label} is in use with {self._flat.numel()} elements, not {numel};"
+                " reserve the longest unit before the first gather"
+            )
+        self.numel = max(self.numel, numel)
+
+    def flat(self) -> Tensor:
+        """The buffer, allocated at the first call."""
+        if self._flat is None:
+            # Tensors born in inference mode can never take part in a later training step.
+            with torch.inference_mode(False):
+                self._flat = torch.zeros(self.numel, device=self.device, dtype=self.dtype)
+        return self._flat
+
+    def take(self, owner: str) -> None:
+        """Hand the slot to ``owner``; refused while another unit is there."""
+        if self.holder is not None:
+            raise RunError(
+                f"unit {owner} needs {self.label}, which unit {self.holder} holds;"
+                f" release {self.holder} first, or give the two units different slots"
+            )
+        self.holder = owner
+
+    def give_back(self) -> None:
+        """End the present holder's use."""
+        self.holder = None
+
+
+class BufferPool:
+    """The slots of one device and number format, by number."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._slots: dict[int, Slot] = {}
+
+    def slot(self, number: int) -> Slot:
+        """Slot ``number``, made at the first call."""
+        if number not in self._slots:
+            self._slots[number] = Slot(label=f"slot {number}", device=self.device, dtype=self.dtype)
+        return self._slots[number]
+
+    def bytes_reserved(self) -> int:
+        """Bytes of all slots once every one of them is in use."""
+        return sum(slot.numel for slot in self._slots.values()) * self.dtype.itemsize
+
+
+class Lease:
+    """One unit's use of one slot, seen by autograd through a version counter of its own."""
+
+    def __init__(self, slot: Slot, owner: str) -> None:
+        self.slot = slot
+        self.owner = owner
+        self._generation = 0
+        self._is_open = False
+        self._view: Tensor | None = None
+
+    @property
+    def view(self) -> Tensor:
+        """The slot's flat buffer under this lease's version counter; parameters are cut from it."""
+        if self._view is None:
+            with torch.inference_mode(False):
+                # `.data`, unlike `.detach()`, starts a version counter of its own.
+                self._view = self.slot.flat().data
+        return self._view
+
+    def renew(self) -> None:
+        """Begin a generation: the values differ, so graphs of the last one must not be run."""
+        self._generation += 1
+        if self._is_open:
+            self.open()
+
+    def take(self) -> None:
+        """Claim the slot; its content may not be read yet."""
+        self.slot.take(self.owner)
+
+    def open(self) -> None:
+        """Declare that the slot now holds this unit's parameters of the present generation."""
+        self._is_open = True
+        self._set_version(2 * self._generation + 2)
+
+    def close(self) -> None:
+        """Declare the content unreadable, and give the slot back."""
+        self._is_open = False
+        self._set_version(2 * self._generation + 3)
+        self.slot.give_back()
+
+    def _set_version(self, version: int) -> None:
+        torch._C._autograd._unsafe_set_version_counter((self.view,), (version,))

@@ -1,0 +1,129 @@
+"""Sums of a unit's gradients over the axes of the mesh, one after the other.
+
+Order: over "shard" first, which leaves this rank's rows of the sum over shards; then these rows
+over "replica", the copies of the whole pipeline, and over "tie", the other stage that uses the same
+weight. Each axis once per step: a second sum would count every contribution twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+from torch import Tensor
+
+from terashard.comm.group import Group, Work
+from terashard.comm.mesh import Mesh
+from terashard.errors import RunError
+from terashard.shard.gradient import Gradients
+
+Over = Literal["shard", "replica", "tie"]
+"""The axis: ranks that share pieces, copies of the whole pipeline, stages with a tied weight."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a unit has asked for so far; bytes: of the tensors handed to a group of several."""
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    reductions: int = 0
+    reduced_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Reduction:
+    """The reductions of one unit: what was summed in this step, and what is still on its way."""
+
+    unit: str
+    mesh: Mesh
+    traffic: Traffic
+    done: set[Over] = field(default_factory=set)
+    _works: list[Work] = field(default_factory=list)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether something was issued and not waited for."""
+        return bool(self._works)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the rows hold sums over the shards."""
+        return "shard" in self.done or self.mesh.shard_reduce.size == 1
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._works:
+            raise RunError(
+                f"unit {self.unit} is being reduced;"
+                " call wait_reduced before its gradients are zeroed"
+            )
+        self.done.clear()
+
+    def issue(self, gradients: Gradients, over: Over) -> None:
+        """Issue the sum over one axis; what was issued before is finished first."""
+        self._refuse(over)
+        self.finish()
+        self.done.add(over)
+        self.traffic.reductions += 1
+        if not gradients.parameters:
+            return
+        match over:
+            case "shard":
+                self._over_shards(gradients)
+            case "replica":
+                self._sum(self.mesh.replica, [gradients.flat_rows])
+            case "tie":
+                self._over_ties(gradients)
+            case _:
+                assert_never(over)
+
+    def finish(self) -> None:
+        """Wait for everything that was issued."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def _refuse(self, over: Over) -> None:
+        if over in self.done:
+            raise RunError(
+                f"unit {self.unit} was reduced over {over!r} already in this step; once is allowed,"
+                " because a second sum would count every contribution twice"
+            )
+        if over == "shard" and self.done:
+            raise RunError(
+                f"unit {self.unit} was reduced over {', '.join(sorted(self.done))} before 'shard';"
+                " 'shard' comes first"
+            )
+        if over != "shard" and not self.is_final:
+            raise RunError(
+                f"unit {self.unit} is to be reduced over {over!r} before 'shard';"
+                " 'shard' comes first"
+            )
+
+    def _over_shards(self, gradients: Gradients) -> None:
+        group = self.mesh.shard_reduce
+        if group.size == 1:
+            return
+        cut, scalars = gradients.pairs(scalar=False), gradients.pairs(scalar=True)
+        if cut:
+            full, rows = [pair[0] for pair in cut], [pair[1] for pair in cut]
+            self._works.append(group.sum_scatter(full, rows))
+            self.traffic.reduced_bytes += sum(tensor.nbytes for tensor in full)
+        for whole, kept in scalars:
+            kept.copy_(whole)
+        self._sum(group, [kept for _, kept in scalars])
+
+    def _over_ties(self, gradients: Gradients) -> None:
+        tied, group = gradients.tied_rows(), self.mesh.tie
+        if not tied or group is None:
+            why = "this rank has no stage to tie to" if tied else "none of its parameters is tied"
+            raise RunError(
+                f"unit {self.unit} is to be reduced over 'tie', but {why};"
+                " take this reduction out of the schedule"
+            )
+        self._sum(group, tied)
+
+    def _sum(self, group: Group, tensors: Sequence[Tensor]) -> None:
+        if group.size > 1:
+            self._works.extend(group.sum(tensor) for tensor in tensors)
+            self.traffic.reduced_bytes += sum(tensor.nbytes for tensor in tensors)

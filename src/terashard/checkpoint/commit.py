@@ -1,0 +1,124 @@
+r"""All or nothing: how a checkpoint becomes visible, and which ones stay.
+
+::
+
+    step-00000120.tmp/   (1) files of all ranks, each synced
+    step-00000120.tmp/   (2) index.json, synced; then the folder
+    latest.tmp           (3) "step-00000120", synced
+    step-00000120/       (4) renamed; root synced
+    latest               (5) replaced by latest.tmp; root synced
+    step-00000100.tmp/   (6) the oldest: renamed, then removed
+
+A crash before (4) leaves a folder that nobody reads and that the next save removes; a crash before
+(5), a complete checkpoint beside a ``latest`` that names an older one. Everything that can fill the
+disk comes before (4): what follows only renames. So at every moment, a name without ``.tmp`` is a
+complete checkpoint. A second checkpoint of the same step (a run that went back and came again)
+never replaces the first: it is named ``step-00000120-2``.
+"""
+
+import os
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+from terashard.errors import CheckpointError
+
+INDEX = "index.json"
+LATEST = "latest"
+TEMPORARY = ".tmp"
+
+_NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
+
+
+def begin(root: Path, step: int) -> Path:
+    """Remove what dead runs left in ``root``; make and return the temporary folder of ``step``."""
+    if step < 0:
+        raise CheckpointError(f"step is {step}; it must be at least 0")
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        sync_folder(root.parent)
+    for left in root.glob(f"step-*{TEMPORARY}"):
+        if _NAME.fullmatch(left.name.removesuffix(TEMPORARY)):
+            shutil.rmtree(left)
+    folder = _free(root, f"step-{step:08d}")
+    folder.mkdir()
+    return folder
+
+
+def _free(root: Path, name: str) -> Path:
+    number, free = 1, name
+    while (root / free).exists():
+        number += 1
+        free = f"{name}-{number}"
+    return root / (free + TEMPORARY)
+
+
+def publish(folder: Path, index: str) -> Path:
+    """Complete the temporary ``folder`` and make it visible (2 to 5); returns where it is then."""
+    root, final = folder.parent, folder.with_name(folder.name.removesuffix(TEMPORARY))
+    write_synced(folder / INDEX, index.encode())  # (2)
+    sync_folder(folder)
+    pointer = root / (LATEST + TEMPORARY)
+    write_synced(pointer, f"{final.name}\n".encode())  # (3)
+    folder.rename(final)  # (4)
+    sync_folder(root)
+    pointer.replace(root / LATEST)  # (5)
+    sync_folder(root)
+    return final
+
+
+def discard(folder: Path) -> None:
+    """Remove the temporary ``folder`` of a failed save, or leave it to the next save."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all complete checkpoints but the newest ``keep`` and the one ``latest`` names (6).
+
+    An old checkpoint that cannot be removed is a warning, not an error: the new one is complete.
+    """
+    named = read_latest(root)
+    for old in complete(root)[max(keep, 0) :]:
+        if old == named:
+            continue
+        try:
+            shutil.rmtree(old.rename(old.with_name(old.name + TEMPORARY)))
+        except OSError as error:
+            warnings.warn(f"{old} could not be removed: {error}", RuntimeWarning, stacklevel=2)
+
+
+def complete(root: Path) -> list[Path]:
+    """Every complete checkpoint in ``root``, newest first."""
+    found = [
+        ((int(match[1]), int(match[2] or 1)), path)
+        for path in root.glob("step-*")
+        if (match := _NAME.fullmatch(path.name)) and (path / INDEX).is_file()
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def read_latest(root: Path) -> Path | None:
+    """The folder that ``latest`` names, if it names one; it may be missing or incomplete."""
+    try:
+        name = (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    return root / name if _NAME.fullmatch(name) else None
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and see it on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """See a folder's names on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

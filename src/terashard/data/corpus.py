@@ -72,8 +72,8 @@ class Corpus:
     def __post_init__(self) -> None:
         """Refuse an encoding that Python does not know."""
         try:
-            codecs.lookup(self.encoding)
-        except LookupError:
+            b"text".decode(self.encoding, "replace")
+        except (LookupError, ValueError):
             raise DataError(
                 f"unknown encoding {self.encoding!r}; name one that Python knows,"
                 " such as utf-8 or latin-1"
@@ -141,13 +141,15 @@ def load_corpus(
 
     Folders are read recursively, sorted by relative name, without hidden entries.
     """
+    if not paths:
+        raise DataError(f"no paths were given; give files or folders of {_allowed()}")
     found: dict[Path, Source] = {}
     for path in map(Path, paths):
         for source in _sources_of(path):
             found.setdefault(source.path.resolve(), source)
     if not found:
         raise DataError(
-            f"no text in {', '.join(map(str, paths)) or 'an empty list of paths'};"
+            f"no files to read in {', '.join(map(str, paths))};"
             f" give files or folders of {_allowed()}"
         )
     return Corpus(sources=tuple(found.values()), field=field, encoding=encoding)

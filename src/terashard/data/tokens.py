@@ -170,7 +170,8 @@ def prepare(
                 progress(sum(document.stored_bytes for document in documents))
         if not writer.tokens:
             raise DataError(
-                f"the corpus is empty: no text in {len(corpus.sources)} files; give files with text"
+                f"the corpus is empty: none of {len(corpus.sources)} files holds text;"
+                " give files with text"
             )
         if str(tokenizer) != BYTES:
             shutil.copyfile(tokenizer_file(tokenizer), folder / "tokenizer.json")
@@ -227,7 +228,7 @@ def _map_documents(folder: Path, info: TokenInfo) -> NDArray[np.int64]:
     path = folder / "documents.npy"
     try:
         offsets: NDArray[np.int64] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise _damaged(path, str(error)) from None
     expected = (info.documents + 1,)
     if offsets.dtype != np.int64 or offsets.shape != expected:

@@ -1,10 +1,12 @@
-r"""What every kind of group does to tensors: whose rows are whose, sums in rank order, and what it refuses.
+r"""What every group does to tensors: rows by member, sums in rank order, and refusals.
 
-With W members and ``x_w`` the tensor of member w, a sum is ``((x_0 + x_1) + x_2) + …`` in the wider of float32 and
-the tensors' own type (integers in their own), rounded once at the end. So it depends on nothing but the values.
+With W members and ``x_w`` the tensor of member w, a sum is ``((x_0 + x_1) + x_2) + …`` in the
+wider of float32 and the tensors' own type (integers in their own), rounded once at the end. So it
+depends on nothing but the values.
 
-Communication writes through ``Tensor.data``: a received value does not count as an in-place change, because a
-buffer that is filled again with what autograd saved from it is still right (``shard.pool`` watches over the rest).
+Communication writes through ``Tensor.data``: a received value does not count as an in-place
+change, because a buffer that is filled again with what autograd saved from it is still right
+(``shard.pool`` watches over the rest).
 """
 
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """``out`` becomes the sum of ``parts``, first to last; ``out`` may be ``parts[0]``, but no later part."""
+    """``out`` becomes the sum of ``parts``, first to last; it may be ``parts[0]``, no later one."""
     wide, target = wide_dtype(parts[0].dtype), out.data
     if len(parts) > 1 and parts[0].dtype == wide == target.dtype:
         torch.add(parts[0].data, parts[1].data, out=target)
@@ -55,8 +57,8 @@ def require_contiguous(tensor: Tensor, what: str) -> None:
     """Refuse a tensor whose elements do not lie one after another."""
     if not tensor.is_contiguous():
         raise CommunicationError(
-            f"{what}: a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}; only contiguous tensors"
-            " travel: call .contiguous() first"
+            f"{what}: a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()};"
+            " only contiguous tensors travel: call .contiguous() first"
         )
 
 
@@ -73,12 +75,12 @@ def require_rows(full: Sequence[Tensor], rows: Sequence[Tensor], members: int, m
     """Refuse results that do not have the shape of this member's rows."""
     if len(full) != len(rows):
         raise CommunicationError(
-            f"sum_scatter: {len(full)} full tensors, but {len(rows)} results; give one result for each"
+            f"sum_scatter: {len(full)} full tensors, but {len(rows)} results; give one for each"
         )
     for whole, part in zip(full, rows, strict=True):
         wanted = rows_of(whole, members, member).shape
         if part.shape != wanted:
             raise CommunicationError(
-                f"sum_scatter: member {member} of {members} holds rows of shape {tuple(wanted)} of a"
-                f" {tuple(whole.shape)} tensor, but the result has shape {tuple(part.shape)}"
+                f"sum_scatter: of a {tuple(whole.shape)} tensor, member {member} of {members} holds"
+                f" rows of shape {tuple(wanted)}, but the result has shape {tuple(part.shape)}"
             )

@@ -1,8 +1,8 @@
 """Where threads meet: numbered messages, numbered meetings, and waits that end. Knows no tensors.
 
-A ``Bell`` holds the one lock, a wake-up per rank, and the first failure. A ``Room`` is what the members of one group
-share. The k-th take of a (source, destination, tag) gets the k-th put, in whatever order they are waited for. The
-k-th meeting of every member must have the same title.
+A ``Bell`` holds the one lock, a wake-up per rank, and the first failure. A ``Room`` is what the
+members of one group share. The k-th take of a (source, destination, tag) gets the k-th put, in
+whatever order they are waited for. The k-th meeting of every member must have the same title.
 """
 
 import threading
@@ -44,7 +44,7 @@ class Bell:
     def wait_until(
         self, rank: int, ready: Callable[[], bool], who: Callable[[], str], timeout: float | None
     ) -> None:
-        """Sleep until ``ready()``; the caller holds the lock, and ``who()`` says what it waits for."""
+        """Sleep until ``ready()``, the lock held by the caller; ``who()`` names the wait."""
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         while not ready():
@@ -77,7 +77,7 @@ class _Meeting:
 
 
 class Room:
-    """What the members of the group ``name`` share; ``ranks`` are their global ranks by position."""
+    """What the members of one group share; ``ranks`` are their global ranks by position."""
 
     def __init__(self, bell: Bell, name: str, ranks: tuple[int, ...]) -> None:
         self.bell = bell
@@ -140,7 +140,7 @@ class Room:
         return number
 
     def meet(self, position: int, number: int, timeout: float | None) -> list[Any]:
-        """Wait until all have come to meeting ``number``; what they brought, by position. Once per position."""
+        """Wait until all have come to meeting ``number``: what they brought. Once per position."""
         meeting = self._meetings[number]
 
         def who() -> str:
@@ -163,7 +163,7 @@ class Room:
 
     def _fault(self, number: int, meeting: _Meeting, position: int, title: str) -> str:
         return (
-            f"group {self.name!r}, collective {number}: rank {self.ranks[meeting.opener]} calls {meeting.title},"
-            f" but rank {self.ranks[position]} calls {title}; all members must issue the same collectives in the"
-            " same order"
+            f"group {self.name!r}, collective {number}: rank {self.ranks[meeting.opener]} calls"
+            f" {meeting.title}, but rank {self.ranks[position]} calls {title}; all members must"
+            " issue the same collectives in the same order"
         )

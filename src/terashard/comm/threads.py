@@ -1,13 +1,15 @@
-"""Groups between threads of one process, for tests and examples: exact, quick, and quick to say what is wrong.
+"""Groups between threads of one process, for tests and examples: exact and quick.
 
-A message is copied when it is sent, and copied again into the receiver's buffer when that ``Work`` is waited for.
-The k-th ``receive`` of a (source, destination, tag) gets the k-th ``send``, in whatever order they are waited for.
-The k-th collective of every member must be the same one, on tensors of the same shapes and types; otherwise a
-``CommunicationError`` names two members that differ.
+A message is copied when it is sent, and copied again into the receiver's buffer when that
+``Work`` is waited for. The k-th ``receive`` of a (source, destination, tag) gets the k-th
+``send``, in whatever order they are waited for. The k-th collective of every member must be the
+same one, on tensors of the same shapes and types; otherwise a ``CommunicationError`` names two
+members that differ.
 
-Three traps of threads. Grad mode is a thread's own: a new thread records gradients even if its starter did not. The
-default dtype and the global random generator belong to the whole process: name dtypes, and use generators of your
-own. A thread that runs parallel kernels brings its own pool: call ``torch.set_num_threads(1)`` once, before.
+Three traps of threads. Grad mode is a thread's own: a new thread records gradients even if its
+starter did not. The default dtype and the global random generator belong to the whole process:
+name dtypes, and use generators of your own. A thread that runs parallel kernels brings its own
+pool: call ``torch.set_num_threads(1)`` once, before.
 """
 
 import threading
@@ -32,7 +34,7 @@ T = TypeVar("T")
 
 
 class ThreadWorld:
-    """``size`` ranks that live in threads; a wait that lasts longer than ``timeout`` seconds is an error."""
+    """``size`` ranks that are threads; a wait longer than ``timeout`` seconds is an error."""
 
     def __init__(self, size: int, timeout: float = 30.0) -> None:
         self.size = size
@@ -40,7 +42,7 @@ class ThreadWorld:
         self._rooms: dict[tuple[str, tuple[int, ...]], Room] = {}
 
     def group(self, rank: int, ranks: Sequence[int], name: str) -> "ThreadGroup":
-        """The group ``name`` of global ``ranks`` as seen by global rank ``rank``; names keep communicators apart."""
+        """Global ``rank``'s view of the group ``name`` of ``ranks``; names keep traffic apart."""
         members = tuple(ranks)
         if rank not in members or not set(members) <= set(range(self.size)):
             raise CommunicationError(
@@ -52,7 +54,7 @@ class ThreadWorld:
         return ThreadGroup(room, members.index(rank))
 
     def abort(self, failure: BaseException) -> None:
-        """Wake every waiting rank with a ``CommunicationError``; the first ``failure`` is the one they tell."""
+        """Wake all waiting ranks with a ``CommunicationError`` that tells the first ``failure``."""
         self._bell.abort(failure)
 
     @property
@@ -170,7 +172,7 @@ class ThreadGroup:
 
 
 def run_threads(size: int, function: Callable[[ThreadWorld, int], T]) -> list[T]:
-    """Run ``function(world, rank)`` in one thread per rank; results by rank, or the first exception of any."""
+    """Run ``function(world, rank)`` in a thread per rank: all results, or the first exception."""
     world = ThreadWorld(size)
     results: dict[int, T] = {}
 

@@ -125,12 +125,12 @@ def _same_unit(unit: str, units: Mapping[str, float]) -> str | None:
 
 def _scaled(value: float, units: Mapping[str, float], width: int) -> str:
     """``value`` in the largest unit of which it is at least one, after rounding to three digits."""
-    chosen = next(iter(units))
+    chosen = next(unit for unit, factor in units.items() if factor == 1.0 or value)
     for unit, factor in units.items():
         if abs(value) >= factor * 0.9995:
             chosen = unit
     scaled = value / units[chosen]
     whole = units[chosen] == 1.0 and float(scaled).is_integer()
     number = f"{scaled:.0f}" if whole else significant(scaled)
-    gap = " " if len(chosen) > 1 else ""
+    gap = "" if "" in units else " "
     return f"{number}{gap}{chosen}".rjust(width)

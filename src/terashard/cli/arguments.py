@@ -84,11 +84,19 @@ def _parse_known(kind: type, words: Sequence[str], program: str) -> tuple[Any, l
 
 def _sentence(box: str) -> str:
     """The first paragraph of tyro's framed message as one line."""
+    if missing := re.findall(r"^│ {5}(\S.*?) *│$", box.partition("───")[2], re.MULTILINE):
+        if "Missing from" in box:
+            return f"{missing[0]} is missing"
     inside = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    text = " ".join(inside).partition(" ───")[0].partition(" Got errors:")[0]
-    text = re.sub(r"Error parsing (\S+): no type matching \S+ could be", r"\1 cannot be", text)
-    text = re.sub(r"Missing from [^:]+: (\S+)", r"\1 is missing:", text)
-    return " ".join(text.split()).rstrip(".") or "the command line cannot be understood"
+    text = " ".join(" ".join(inside).split()).partition(" ───")[0].partition(" Got errors:")[0]
+    text = re.sub(
+        r"Error parsing (\S+): no type matching (?:\{None\}\|)?(\S+) could be instantiated from"
+        r" \['(.*)'\]\.?",
+        r"\1 is '\3'; it must be \2",
+        text,
+    )
+    text = text.replace(" Expected 1 values", "")
+    return text.rstrip(".") or "the command line cannot be understood"
 
 
 def _refused(kind: type, word: str, program: str) -> ConfigError:

@@ -128,7 +128,7 @@ def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
     asked = " ".join(word for word in words[:2] if not word.startswith("-"))
     inside = [verb.name for verb in VERBS if verb.name.split()[0] == words[0]]
     if inside:
-        raise ConfigError(f"there is no command {asked!r}; {words[0]} knows {', '.join(inside)}")
+        raise ConfigError(f"there is no command {asked!r}; did you mean {' or '.join(inside)}?")
     names = [verb.name for verb in VERBS]
     close = _nearest(words[0]) or _nearest(asked)
     meant = f"did you mean {close}? " if close else ""

@@ -5,9 +5,10 @@ Four layers, the later over the earlier::
     defaults (schema.py)  <  preset  <  run file  <  command line (--section.key value)
 
 A run file names its preset in a top-level line ``preset = "tiny"``; ``--preset`` on the command
-line wins. A key of a higher layer also puts aside what would contradict it below: ``--train.tokens``
-the file's ``train.steps``, ``--parallel.slices`` the file's ``parallel.partition``. Every error
-begins with the place: the file and line, the preset or the option.
+line wins. A key of a higher layer also puts aside what would contradict it below:
+``--train.tokens`` the file's ``train.steps``, ``--parallel.slices`` the file's
+``parallel.partition``. Every error begins with the place: the file and line, the preset or the
+option.
 """
 
 import re
@@ -68,23 +69,17 @@ def load(
 
 def loads(text: str, name: str = "text") -> RunConfig:
     """Read a run file's text."""
-    table = _parse(text, name)
-    return build(settings([*_preset_layer(table.pop("preset", None)), _layer(table, name, text)]))
+    return build(settings(_file_layers(text, name)))
 
 
 def layers(
     path: str | Path | None, overrides: Sequence[str] = (), preset: str | None = None
 ) -> list[Layer]:
     """Every place that says something, from the weakest to the strongest."""
-    found: list[Layer] = []
-    if path is not None:
-        text = _read(Path(path))
-        table = _parse(text, str(path))
-        preset = preset or _named_preset(
-            table.pop("preset", None), _place(str(path), text, "preset")
-        )
-        found.append(_layer(table, str(path), text))
-    found = [*_preset_layer(preset), *found]
+    if path is None:
+        found = _preset_layer(preset)
+    else:
+        found = _file_layers(_read(Path(path)), str(path), preset)
     if given := read_overrides(overrides):
         found.append(Layer(name="command line", values=given))
     return found
@@ -124,6 +119,16 @@ def presets() -> list[str]:
     )
 
 
+def _file_layers(text: str, name: str, preset: str | None = None) -> list[Layer]:
+    """A run file, and below it ``preset`` or the one that the file names."""
+    table = _parse(text, name)
+    named = table.pop("preset", None)
+    if named is not None and not isinstance(named, str):
+        place = _place(name, text, "preset")
+        raise ConfigError(f"{place}: preset is {named}; it must be one of {', '.join(presets())}")
+    return [*_preset_layer(preset or named), _layer(table, name, text)]
+
+
 def _preset_layer(name: str | None) -> list[Layer]:
     if name is None:
         return []
@@ -132,12 +137,6 @@ def _preset_layer(name: str | None) -> list[Layer]:
     text = files("terashard.config").joinpath("presets", f"{name}.toml").read_text("utf-8")
     place = f"preset {name}"
     return [_layer(_parse(text, place), place, text)]
-
-
-def _named_preset(value: Any, place: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{place}: preset is {value}; it must be one of {', '.join(presets())}")
-    return value
 
 
 def _read(path: Path) -> str:

@@ -1,9 +1,9 @@
 """The command line as one more layer over a run file: ``--section.key value``.
 
 ``tyro`` finds the options and draws the help; what a value may be is decided by the same
-``convert`` as for TOML, so a wrong value reads the same in both places. For tyro, every section gets
-a twin whose fields take any number of strings and start as ``Kept``: what is not ``Kept`` after
-parsing was named on the command line.
+``convert`` as for TOML, so a wrong value reads the same in both places. For tyro, every section
+gets a twin whose fields take any number of strings and start as ``Kept``: what is not ``Kept``
+after parsing was named on the command line.
 
 A value is written as in TOML (``1e-4``, ``true``, ``'{betas = [0.9, 0.95]}'``), text without
 quotes. Lists may also be given item by item (``--parallel.slices 128 64 64``), true as the bare

@@ -1,8 +1,7 @@
-"""The frozen answer to "how is this run cut": stages, shards, replicas, order, micro-batches, slices, layers.
+"""The frozen answer to "how is this run cut": stages, shards, replicas, order, slices, layers.
 
 A plan is what the configuration states. It is checked when it is made, saved into the run
-directory, and read back from
-there.
+directory, and read back from there.
 """
 
 import json
@@ -35,8 +34,8 @@ class Plan:
     """How one step is cut.
 
     ``partition`` lists the micro-batches of one data-parallel rank, all of sequences of the same
-    length; ``layers`` has
-    the half-open range of layers of every stage, and is empty for stages that the caller builds.
+    length; ``layers`` has the half-open range of layers of every stage, and is empty for stages
+    that the caller builds.
     """
 
     stages: int = 1
@@ -55,14 +54,31 @@ class Plan:
                 )
         if self.order not in ORDERS:
             raise PlanError(f"there is no order {self.order!r}; there are: {', '.join(ORDERS)}")
-        if len({micro.tokens for micro in self.partition}) != 1:
+        if not self.partition:
+            raise PlanError("a plan without micro-batches runs nothing; give at least one")
+        if len({micro.tokens for micro in self.partition}) > 1:
             found = [list(micro.slices) for micro in self.partition]
             raise PlanError(
                 f"the slices of every micro-batch must add up to one sequence length; found {found}"
             )
-        if self.layers and len(self.layers) != self.stages:
+        if self.layers:
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        if len(self.layers) != self.stages:
             raise PlanError(
-                f"layers are given for {len(self.layers)} stages, but there are {self.stages}"
+                f"layers are given for {len(self.layers)} stages, but there are {self.stages};"
+                " give one range per stage"
+            )
+        starts = (0, *(end for _, end in self.layers[:-1]))
+        if any(
+            first != at or last <= first
+            for at, (first, last) in zip(starts, self.layers, strict=True)
+        ):
+            found = [list(ends) for ends in self.layers]
+            raise PlanError(
+                f"stages have the layers {found}; every stage needs at least one layer, and must"
+                " begin where the stage before ends, the first at 0"
             )
 
     @classmethod
@@ -95,10 +111,10 @@ class Plan:
         return Grid(ranks=self.stages, partition=self.partition)
 
     def schedule(self, units: Sequence[Sequence[Unit]] = (), *, paired: bool = False) -> Schedule:
-        """The checked list of actions of a training step, over the units of every stage if they are given.
+        """The checked list of actions of a training step, with sharding if ``units`` are given.
 
-        ``paired``: for a transport whose sends block; sends and receives between neighbours are
-        then issued together.
+        ``units`` lists those of every stage. ``paired``: for a transport whose sends block; sends
+        and receives between neighbours are then issued together.
         """
         bare = ORDERS[self.order](self.grid)
         if units and self.shards * self.replicas > 1:
@@ -131,19 +147,20 @@ def load(path: Path) -> Plan:
 
 def from_json(found: dict[str, Any]) -> Plan:
     """The plan whose ``asdict`` is ``found``."""
-    micros = tuple(MicroBatch(m["sequences"], tuple(m["slices"])) for m in found.pop("partition"))
-    layers = tuple((first, last) for first, last in found.pop("layers"))
-    return Plan(partition=micros, layers=layers, **found)
+    micros = tuple(MicroBatch(m["sequences"], tuple(m["slices"])) for m in found["partition"])
+    layers = tuple((first, last) for first, last in found["layers"])
+    return Plan(**(found | {"partition": micros, "layers": layers}))
 
 
 def plan_of(config: RunConfig, num_layers: int) -> Plan:
-    """What ``config`` states, checked: layers spread evenly over stages, sequences over data-parallel ranks."""
+    """What ``config`` states, checked: layers spread over stages, sequences over their ranks."""
     parallel, batch = config.parallel, config.batch
     ranks = parallel.shards * parallel.replicas
     if batch.sequences % ranks:
         raise PlanError(
             f"batch.sequences = {batch.sequences} cannot be shared by {ranks} data-parallel ranks"
-            f" (shards x replicas = {parallel.shards} x {parallel.replicas}); make it a multiple of {ranks}"
+            f" (shards x replicas = {parallel.shards} x {parallel.replicas}); make it a multiple of"
+            f" {ranks}"
         )
     return Plan(
         stages=parallel.stages,
@@ -156,7 +173,7 @@ def plan_of(config: RunConfig, num_layers: int) -> Plan:
 
 
 def spread_layers(num_layers: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Half-open layer ranges of every stage, as even as they can be; the first stages get the rest."""
+    """Half-open layer ranges of every stage, as even as can be; the first stages get the rest."""
     if stages > num_layers:
         raise PlanError(
             f"parallel.stages = {stages} is more than the model's {num_layers} layers;"
@@ -169,6 +186,11 @@ def spread_layers(num_layers: int, stages: int) -> tuple[tuple[int, int], ...]:
 
 def stage_units(spec: ModelSpec, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
     """The units of every stage of terashard's own decoder."""
+    if not plan.layers or plan.layers[-1][1] != spec.num_layers:
+        raise PlanError(
+            f"the plan spreads {plan.layers[-1][1] if plan.layers else 0} layers over its stages,"
+            f" but the model has {spec.num_layers}; make the plan for this model"
+        )
     names = spec.unit_names()
     sums: tuple[Over, ...] = ("shard", "replica") if plan.replicas > 1 else ("shard",)
     ties: tuple[Over, ...] = (*sums, "tie") if spec.tied and plan.stages > 1 else sums
@@ -196,8 +218,9 @@ def _partition(
         return _given_partition(parallel, batch, sequences)
     if sequences % parallel.micro_batches:
         raise PlanError(
-            f"{sequences} sequences per data-parallel rank cannot be cut into parallel.micro_batches ="
-            f" {parallel.micro_batches} equal micro-batches; change batch.sequences or parallel.micro_batches"
+            f"{sequences} sequences per data-parallel rank cannot be cut into"
+            f" parallel.micro_batches = {parallel.micro_batches} equal micro-batches; change"
+            " batch.sequences or parallel.micro_batches"
         )
     one = len(parallel.slices) == 1
     slices = equal_slices(batch.tokens, parallel.slices[0]) if one else parallel.slices
@@ -214,8 +237,9 @@ def _given_partition(
     total = sum(micro.sequences for micro in micros)
     if total != sequences:
         raise PlanError(
-            f"the micro-batches of parallel.partition hold {total} sequences, but every data-parallel rank has"
-            f" {sequences} (batch.sequences over shards x replicas)"
+            f"the micro-batches of parallel.partition hold {total} sequences, but every"
+            f" data-parallel rank has {sequences} (batch.sequences over shards x replicas);"
+            " change one of them"
         )
     return micros
 
@@ -223,8 +247,8 @@ def _given_partition(
 def _check_sum(key: str, slices: Sequence[int], tokens: int) -> None:
     if sum(slices) != tokens:
         raise PlanError(
-            f"{key}: slices {list(slices)} add up to {sum(slices)} tokens, but batch.tokens = {tokens};"
-            " the slices of a sequence must add up to its length"
+            f"{key}: slices {list(slices)} add up to {sum(slices)} tokens, but batch.tokens ="
+            f" {tokens}; the slices of a sequence must add up to its length"
         )
 
 

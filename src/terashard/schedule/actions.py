@@ -1,37 +1,37 @@
-"""The grammar of a schedule: cells, actions, and the one list that says what every rank does, in order.
+"""The grammar of a schedule: grids, cells, and the actions that a rank performs.
 
 A step works on micro-batches of whole sequences; every sequence of a micro-batch is cut into the
-same token slices.
-One slice of one micro-batch on one stage is a *cell*. What a rank does is a list of *actions*,
-frozen values that
-cannot be built wrong: a ``Gather`` has no slice, a ``Forward`` has no peer. Written as text, left
-to right:
+same token slices. One slice of one micro-batch on one stage is a *cell*. What a rank does is a
+list of *actions*, frozen values that cannot be built wrong: a ``Gather`` has no slice, a
+``Forward`` has no peer. Written as text (``text.py`` reads it back)::
 
-    F1.0.2      forward of stage 1, micro-batch 0, slice 2          B1.0.2      its backward
-    F1.0.2/1    … only its second segment: the next units of the stage
-    S1.0.2>2    send what cell 1.0.2 made to stage 2 (an activation); S1.0.2>0 sends a gradient back
-    S1.0.2>2&   … issued together with the receive that follows
-    R1.0.2<0    receive for cell 1.0.2 from stage 0 (an activation)
+    F1.0.2      forward of stage 1, micro-batch 0, slice 2
+    B1.0.2      its backward
+    F1.0.2/1    only its second segment: the next units of the stage
+    S1.0.2>2    send to stage 2 what cell 1.0.2 made: its output; to stage 0: its input's gradient
+    S1.0.2>2&   the same, issued together with the receive that follows
+    R1.0.2<0    receive for cell 1.0.2 from stage 0: its input; from stage 2: its output's gradient
     G1:3  X1:3  gather, release the parameters of unit 3 of stage 1
     A1:3@shard  add up the gradients of unit 3 of stage 1 over the ranks that share it out
 
-A ``Schedule`` keeps actions as integer columns, one array per rank, and yields these values when
-iterated.
+For storage and for fast reading an action is also a row of six integers: ``encode``, ``decode``.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from terashard.errors import PlanError, ScheduleError
 
 Over: TypeAlias = Literal["shard", "replica", "tie"]
 OVERS: tuple[Over, ...] = get_args(Over)
+"""The sums that a gradient may go through, in the order in which they are taken."""
 Placement: TypeAlias = Literal["looped", "v"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
     """One slice of one micro-batch on one stage."""
 
     stage: int
@@ -42,7 +42,8 @@ class Cell(NamedTuple):
         return f"{self.stage}.{self.micro}.{self.slice}"
 
 
-class UnitKey(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class UnitKey:
     """Unit ``index`` of ``stage``: parameters that travel together."""
 
     stage: int
@@ -63,8 +64,8 @@ class MicroBatch:
         """Refuse a micro-batch without work."""
         if self.sequences < 1 or not self.slices or min(self.slices) < 1:
             raise PlanError(
-                f"a micro-batch of {self.sequences} sequences in slices {list(self.slices)} has no work;"
-                " it needs at least one sequence, and slices of at least one token"
+                f"a micro-batch of {self.sequences} sequences in slices {list(self.slices)} has no"
+                " work; it needs at least one sequence, and slices of at least one token"
             )
 
     @property
@@ -83,8 +84,7 @@ class Grid:
     """Pipeline ranks, (virtual) stages on each, and the micro-batches and slices of a step.
 
     ``placement`` says which rank holds stage ``g`` when there are several ``chunks`` per rank:
-    "looped" puts it on
-    rank ``g mod ranks``, "v" goes down the ranks and back up.
+    "looped" puts it on rank ``g mod ranks``, "v" goes down the ranks and back up.
     """
 
     ranks: int
@@ -96,12 +96,17 @@ class Grid:
         """Refuse an empty grid."""
         if self.ranks < 1 or self.chunks < 1 or not self.partition:
             raise PlanError(
-                "a grid needs at least one rank, one chunk per rank and one micro-batch"
+                f"a grid of {self.ranks} ranks, {self.chunks} chunks per rank and"
+                f" {len(self.partition)} micro-batches has no work; it needs at least one of each"
+            )
+        if self.placement not in PLACEMENTS:
+            raise PlanError(
+                f"there is no placement {self.placement!r}; there are: {', '.join(PLACEMENTS)}"
             )
 
     @classmethod
     def uniform(cls, ranks: int, micros: int, slices: int, length: int = 1) -> "Grid":
-        """A grid of ``micros`` equal micro-batches of one sequence in ``slices`` slices of ``length`` tokens."""
+        """``micros`` micro-batches of one sequence, each in ``slices`` slices of ``length``."""
         return cls(ranks=ranks, partition=(MicroBatch(1, (length,) * slices),) * micros)
 
     @property
@@ -132,6 +137,13 @@ class Grid:
         """Every cell of ``stage``, micro-batch after micro-batch, slices upward."""
         return tuple(Cell(stage, m, t) for m, n in enumerate(self.num_slices) for t in range(n))
 
+    def __contains__(self, cell: Cell) -> bool:
+        return (
+            0 <= cell.stage < self.num_stages
+            and 0 <= cell.micro < self.num_micros
+            and 0 <= cell.slice < self.num_slices[cell.micro]
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -146,7 +158,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run segment ``segment`` of ``cell`` backward: gradients of its input and of its parameters."""
+    """Run segment ``segment`` of ``cell`` backward: gradients of its input and parameters."""
 
     cell: Cell
     segment: int = 0
@@ -157,10 +169,11 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send what ``cell`` made to stage ``to``: its output to the next stage, its input's gradient to the one before.
+    """Send what ``cell`` made to stage ``to``.
 
-    ``paired``: issued together with the ``Receive`` that follows, so that two blocking neighbours
-    can swap.
+    The next stage gets the cell's output, the stage before gets its input's gradient.
+    ``paired``: issued together with the ``Receive`` that follows, so that two neighbours whose
+    sends block can swap.
     """
 
     cell: Cell
@@ -204,7 +217,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum the gradients of ``unit``: over its shards, over replicas, or over the two stages of a tied weight."""
+    """Sum the gradients of ``unit`` over its shards, its replicas, or the two stages of a tie."""
 
     unit: UnitKey
     over: Over = "shard"
@@ -215,87 +228,48 @@ class Reduce:
 
 Action: TypeAlias = Forward | Backward | Send | Receive | Gather | Release | Reduce
 
-KINDS: tuple[type, ...] = (Forward, Backward, Send, Receive, Gather, Release, Reduce)
+KINDS: tuple[type, ...] = get_args(Action)
 FORWARD, BACKWARD, SEND, RECEIVE, GATHER, RELEASE, REDUCE = range(len(KINDS))
 KIND, STAGE, MICRO, SLICE, PART, PEER = range(6)
-"""Columns of an action as integers; PART is a segment, a unit or the ``paired`` flag, PEER a stage or an ``Over``."""
+"""Columns of a row: PART is a segment, a unit or ``paired``; PEER a stage or an ``Over``."""
 
 Row: TypeAlias = tuple[int, int, int, int, int, int]
 
 
 def encode(action: Action) -> Row:
-    """``action`` as integer columns."""
+    """``action`` as a row of integers."""
     match action:
         case Forward(cell, segment):
-            return (FORWARD, *cell, segment, -1)
+            return FORWARD, cell.stage, cell.micro, cell.slice, segment, -1
         case Backward(cell, segment):
-            return (BACKWARD, *cell, segment, -1)
+            return BACKWARD, cell.stage, cell.micro, cell.slice, segment, -1
         case Send(cell, to, paired):
-            return (SEND, *cell, int(paired), to)
+            return SEND, cell.stage, cell.micro, cell.slice, int(paired), to
         case Receive(cell, source):
-            return (RECEIVE, *cell, 0, source)
+            return RECEIVE, cell.stage, cell.micro, cell.slice, 0, source
         case Gather(unit):
-            return (GATHER, unit.stage, -1, -1, unit.index, -1)
+            return GATHER, unit.stage, -1, -1, unit.index, -1
         case Release(unit):
-            return (RELEASE, unit.stage, -1, -1, unit.index, -1)
+            return RELEASE, unit.stage, -1, -1, unit.index, -1
         case Reduce(unit, over):
-            return (REDUCE, unit.stage, -1, -1, unit.index, OVERS.index(over))
+            return REDUCE, unit.stage, -1, -1, unit.index, OVERS.index(over)
 
 
 def decode(row: Row) -> Action:
     """The action that ``encode`` made ``row`` from."""
     kind, stage, micro, index, part, peer = row
-    cell, unit = Cell(stage, micro, index), UnitKey(stage, part)
-    makers = {
-        FORWARD: lambda: Forward(cell, part),
-        BACKWARD: lambda: Backward(cell, part),
-        SEND: lambda: Send(cell, peer, bool(part)),
-        RECEIVE: lambda: Receive(cell, peer),
-        GATHER: lambda: Gather(unit),
-        RELEASE: lambda: Release(unit),
-        REDUCE: lambda: Reduce(unit, OVERS[peer]),
-    }
-    made: Action = makers[kind]()
-    return made
-
-
-_ACTION = re.compile(
-    r"(?P<kind>[FBSRGXA])(?P<stage>\d+)(?:\.(?P<micro>\d+)\.(?P<slice>\d+)|:(?P<unit>\d+))"
-    r"(?:/(?P<segment>\d+)|[<>](?P<peer>\d+)(?P<paired>&?)|@(?P<over>shard|replica|tie))?"
-)
-_SHAPES = {"F": "cs", "B": "cs", "S": "cp", "R": "cp", "G": "u", "X": "u", "A": "uo"}
-
-
-def parse_action(text: str) -> Action:
-    """Read one action from its text; ``ScheduleError`` if it is none."""
-    found = _ACTION.fullmatch(text)
-    if found is None or not _well_formed(found, text):
-        raise ScheduleError(
-            f"{text!r} is no action; actions look like F1.0.2, F1.0.2/1, B1.0.2, S1.0.2>2, R1.0.2<0, G1:3, X1:3, A1:3@shard"
-        )
-    group, stage = found.groupdict(), int(found["stage"])
-    if group["unit"] is not None:
-        unit = UnitKey(stage, int(group["unit"]))
-        if text[0] == "A":
-            return Reduce(unit, group["over"])
-        return Gather(unit) if text[0] == "G" else Release(unit)
-    cell = Cell(stage, int(group["micro"]), int(group["slice"]))
-    if text[0] in "FB":
-        return (Forward if text[0] == "F" else Backward)(cell, int(group["segment"] or 0))
-    if text[0] == "S":
-        return Send(cell, int(group["peer"]), bool(group["paired"]))
-    return Receive(cell, int(group["peer"]))
-
-
-def _well_formed(found: "re.Match[str]", text: str) -> bool:
-    """Whether the parts that were found belong to this kind of action."""
-    shape = _SHAPES[text[0]]
-    arrow = {"S": ">", "R": "<"}.get(text[0])
-    return (
-        (found["unit"] is not None) == ("u" in shape)
-        and (found["segment"] is None or "s" in shape)
-        and (found["peer"] is not None) == ("p" in shape)
-        and (arrow is None or arrow in text)
-        and (not found["paired"] or text[0] == "S")
-        and (found["over"] is not None) == ("o" in shape)
-    )
+    if kind == FORWARD:
+        return Forward(Cell(stage, micro, index), part)
+    if kind == BACKWARD:
+        return Backward(Cell(stage, micro, index), part)
+    if kind == SEND:
+        return Send(Cell(stage, micro, index), peer, bool(part))
+    if kind == RECEIVE:
+        return Receive(Cell(stage, micro, index), peer)
+    if kind == GATHER:
+        return Gather(UnitKey(stage, part))
+    if kind == RELEASE:
+        return Release(UnitKey(stage, part))
+    if kind == REDUCE:
+        return Reduce(UnitKey(stage, part), OVERS[peer])
+    raise ScheduleError(f"{list(row)} is no action; kinds are numbered 0 to {REDUCE}")

@@ -1,11 +1,11 @@
 """A schedule as one set of integer arrays, for judging only.
 
-The actions of all ranks lie one after the other. Every need between them is an edge:
-``action[e]`` needs ``need[e]``, both
-positions in the arrays. Needs of the table come from ``needs.needed`` on whole columns; an action
-that reads a unit needs
-the ``Gather`` of that unit before it; a ``Reduce`` needs the sum before it and every action that
-feeds its unit.
+The actions of all ranks lie one after the other. Every need between them is an edge: ``action[e]``
+needs ``need[e]``, both positions in the arrays. Needs of the table come from ``needs.needed`` on
+whole columns. A compute action needs the last ``Gather`` of every unit that it reads, a ``Release``
+all readers since then, a ``Reduce`` the sum before it or, if it is the first, all feeders.
+
+Shapes: A actions, E needs.
 """
 
 from collections.abc import Iterator
@@ -26,6 +26,7 @@ from terashard.schedule.actions import (
     SEND,
     STAGE,
     Action,
+    Row,
     decode,
 )
 from terashard.schedule.needs import needed, reduction_before, units_fed, units_used
@@ -36,17 +37,20 @@ Pair: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """``columns`` [A, 6], ``rank`` [A], ``offsets`` [ranks + 1]; edges ``action`` [E] needs ``need`` [E].
-
-    ``missing`` lists (position, columns) of needs that no action meets.
-    """
+    """All actions of a schedule as rows of integers, and all needs between them as pairs."""
 
     columns: Columns
+    """[A, 6] rows of all ranks, rank after rank."""
     rank: Columns
+    """[A] rank of every action."""
     offsets: Columns
+    """[ranks + 1] where the actions of a rank begin; the last entry is A."""
     action: Columns
+    """[E] position of the action that needs …"""
     need: Columns
-    missing: tuple[tuple[int, tuple[int, ...]], ...]
+    """[E] … this one."""
+    missing: tuple[tuple[int, Row], ...]
+    """Needs that no action meets: position of the action that needs, row of what it needs."""
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -94,7 +98,9 @@ class Index:
         digits[:, PART] = np.where(columns[:, KIND] == SEND, 0, digits[:, PART])
         key = np.zeros(len(columns), np.int64)
         for column, extent in enumerate(self._extents.tolist()):
-            key = key * (extent + 1) + np.minimum(digits[:, column], extent)
+            digit = digits[:, column]
+            foreign = (digit < 0) | (digit > extent)
+            key = key * (extent + 1) + np.where(foreign, extent, digit)
         return key
 
     def find(self, columns: Columns) -> Columns:
@@ -109,13 +115,13 @@ class Index:
 
 def _table_edges(
     schedule: Schedule, columns: Columns, index: Index
-) -> tuple[Columns, Columns, tuple[tuple[int, tuple[int, ...]], ...]]:
-    actions, needs, missing = [np.empty(0, np.int64)], [np.empty(0, np.int64)], []
+) -> tuple[Columns, Columns, tuple[tuple[int, Row], ...]]:
+    actions, needs = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    missing: list[tuple[int, Row]] = []
     for at, target in needed(schedule, columns):
         found = index.find(target)
         absent = found < 0
-        rows = map(tuple, target[absent].tolist())
-        missing += list(zip(at[absent].tolist(), rows, strict=True))
+        missing += zip(at[absent].tolist(), map(tuple, target[absent].tolist()), strict=True)
         actions.append(at[~absent])
         needs.append(found[~absent])
     return np.concatenate(actions), np.concatenate(needs), tuple(missing)
@@ -130,7 +136,7 @@ def _unit_edges(schedule: Schedule, columns: Columns, rank: Columns) -> Iterator
 
 
 class _Walk:
-    """One rank's program from first to last action, remembering who gathered, used and fed each unit."""
+    """One rank's program, first action to last, and who gathered, used and fed each unit so far."""
 
     def __init__(self, schedule: Schedule, columns: Columns, positions: NDArray[np.int64]) -> None:
         self.schedule, self.columns, self.positions = schedule, columns, positions
@@ -144,15 +150,14 @@ class _Walk:
         for position in self.positions.tolist():
             kind = int(self.columns[position, KIND])
             unit = (int(self.columns[position, STAGE]), int(self.columns[position, PART]))
-            match kind:
-                case _ if kind == GATHER:
-                    self.gathered[unit] = position
-                case _ if kind == RELEASE:
-                    yield from ((position, user) for user in self.used.pop(unit, ()))
-                case _ if kind == REDUCE:
-                    yield from self._reduce(position, unit)
-                case _:
-                    yield from self._compute(position)
+            if kind == GATHER:
+                self.gathered[unit] = position
+            elif kind == RELEASE:
+                yield from ((position, user) for user in self.used.pop(unit, ()))
+            elif kind == REDUCE:
+                yield from self._reduce(position, unit)
+            else:
+                yield from self._compute(position)
 
     def _reduce(self, position: int, unit: Pair) -> Iterator[Pair]:
         over = int(self.columns[position, PEER])

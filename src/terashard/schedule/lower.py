@@ -1,10 +1,9 @@
 """Lowerings: from cells alone to the full list, one concern at a time.
 
-``insert_transfers`` puts a receive before what needs it and a send behind what makes it.
-``split_at_units`` cuts cells
-into segments. ``insert_sharding`` puts in gathers, releases and reductions. ``fuse_pairs`` marks
-sends that blocking
-neighbours must issue together with a receive. Each takes a schedule and returns a new one.
+``insert_transfers`` puts a receive before what needs it and a send behind what makes it,
+``split_at_units`` cuts cells into segments, ``insert_sharding`` puts in gathers, releases and
+reductions, ``fuse_pairs`` marks sends that blocking neighbours must issue together with a receive.
+Each takes a schedule and returns a new one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from terashard.schedule.schedule import Schedule, Unit
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
-    """A ``Receive`` right before the cell that needs it, a ``Send`` right behind the cell whose result travels."""
+    """A ``Receive`` right before the cell that needs it, a ``Send`` right behind what makes it."""
 
     def lowered(program: Iterable[Action]) -> Iterator[Action]:
         for action in program:
@@ -75,7 +74,7 @@ def split_at_units(schedule: Schedule, cuts: Mapping[Cell, tuple[int, ...]]) -> 
 def last_backward_cuts(
     schedule: Schedule, units: Sequence[Sequence[Unit]]
 ) -> dict[Cell, tuple[int, ...]]:
-    """Cuts that let each unit's gradient be reduced while the rest of the last backward cell still runs."""
+    """Cuts that let a unit's gradient travel while the rest of the last backward cell runs."""
     last: dict[int, Cell] = {}
     for program in schedule:
         last |= {
@@ -88,11 +87,11 @@ def last_backward_cuts(
 
 
 def insert_sharding(schedule: Schedule, units: Sequence[Sequence[Unit]]) -> Schedule:
-    """Gather every unit once, before its first use; reduce it once, when its gradient is final; release it after its last use.
+    """Gather every unit once, release it after its last use, reduce it when its gradient is final.
 
     The whole stage stays gathered in between. Gathers are issued at the start of the step, where
-    the pipe is empty; a tied
-    weight's sum over two stages is issued last, when neither of them is waited for.
+    the pipe is empty; a tied weight's sum over two stages is issued last, when nothing waits for
+    either of them.
     """
     bare = schedule.with_actions(
         [[] for _ in range(schedule.grid.ranks)], units=tuple(map(tuple, units))
@@ -116,7 +115,7 @@ def _sharded(schedule: Schedule, program: Sequence[Action]) -> list[Action]:
 
 
 def _last(schedule: Schedule, program: Sequence[Action], *, fed: bool) -> dict[UnitKey, int]:
-    """Every unit that the program uses (or feeds), in order of first use, with the position of the last time."""
+    """Units that the program uses (or feeds), in order of first use, each with its last place."""
     found: dict[UnitKey, int] = {}
     for position, action in enumerate(program):
         indices = (units_fed if fed else units_used)(schedule, action)
@@ -126,7 +125,7 @@ def _last(schedule: Schedule, program: Sequence[Action], *, fed: bool) -> dict[U
 
 
 def fuse_pairs(schedule: Schedule) -> Schedule:
-    """Mark every send that is followed at once by a receive from the same rank: both are then issued together."""
+    """Mark every send that a receive from the same rank follows: both are then issued together."""
     rank_of = schedule.grid.rank_of
 
     def fused(program: Sequence[Action]) -> Iterator[Action]:

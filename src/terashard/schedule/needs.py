@@ -2,16 +2,20 @@
 
 Two kinds of need:
 
-- *Between actions that happen once*: the table ``ROWS``. Each row says "an action of this kind, when this holds, needs
-  that action", and is written on whole columns, so that one action and a whole program are read
-  by the same code.
-- *Of parameters*, which may be gathered again and again: ``units_used`` says which units an action reads (they must be
-  full then), ``units_fed`` to whose gradients it adds (their ``Reduce`` must come later), and
-  ``reduction_before`` which
-  sum precedes which.
+- *Between actions that happen once*: the table ``ROWS``. A row says "an action of this kind, when
+  this holds, needs that action". It is written on whole columns, so that one action and a whole
+  program are read by the same code.
+- *Of parameters*, which may be gathered again and again: ``units_used`` says which units an action
+  reads (they must be full then), ``units_fed`` to whose gradients it adds (their ``Reduce`` must
+  come later), ``reduction_before`` which sum precedes which.
 
-Symbols: F(s,m,t,k) is the forward of segment k of the cell (stage s, micro-batch m, slice t); B
-its backward.
+Symbols: F(s,m,t,k) is the forward of segment k of the cell (stage s, micro-batch m, slice t), B
+its backward. With K segments and T slices::
+
+    F(s,m,t,0) needs F(s,m,t-1,K-1), whose carry it reads, and the output of stage s-1
+    F(s,m,t,k) needs F(s,m,t,k-1)
+    B(s,m,t,K-1) needs F(s,m,t,K-1), B(s,m,t+1,0), which owes it, and the gradient from stage s+1
+    B(s,m,t,k) needs B(s,m,t,k+1)
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +52,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 
 class Facts:
-    """What the table asks about a column of actions; every attribute is one array over the actions."""
+    """What the table asks about actions; every attribute is one array over the actions."""
 
     def __init__(self, schedule: Schedule, columns: Columns) -> None:
         self.shape = _shape(schedule)
@@ -93,7 +97,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class _Row:
-    """An action of kind ``of``, when ``when`` holds, needs the action of kind ``needs`` that lies the given shifts away."""
+    """An action of kind ``of``, when ``when`` holds, needs one of kind ``needs``, so far away."""
 
     of: int
     needs: int
@@ -106,8 +110,7 @@ class _Row:
 
 
 ROWS: tuple[_Row, ...] = (
-    # F(k) continues F(k-1); the first segment follows the whole slice before, whose carry it
-    # reads, and its input.
+    # F(k) continues F(k-1); the first segment needs the whole slice before, and its input.
     _Row(FORWARD, FORWARD, lambda f: f.part > 0, segment="previous"),
     _Row(FORWARD, FORWARD, lambda f: (f.part == 0) & (f.slice > 0), slice=-1, segment="last"),
     _Row(FORWARD, RECEIVE, lambda f: (f.part == 0) & f.from_afar, peer=-1),
@@ -118,8 +121,7 @@ ROWS: tuple[_Row, ...] = (
         stage=-1,
         segment="last",
     ),
-    # B(k) continues B(k+1); the top segment follows its own forward, the slice after, which owes
-    # it, and its gradient.
+    # B(k) continues B(k+1); the top one needs its forward, the slice after, and its gradient.
     _Row(BACKWARD, BACKWARD, lambda f: f.part < f.top, segment="next"),
     _Row(BACKWARD, FORWARD, lambda f: f.part == f.top, segment="last"),
     _Row(BACKWARD, BACKWARD, lambda f: (f.part == f.top) & (f.slice < f.last_slice), slice=1),
@@ -133,14 +135,10 @@ ROWS: tuple[_Row, ...] = (
 
 
 def needed(schedule: Schedule, columns: Columns) -> Iterator[tuple[Columns, Columns]]:
-    """For every row of the table: indices into ``columns``, and the columns of the action each of them needs."""
+    """By row of the table: positions in ``columns``, and the columns of what each of them needs."""
     facts = Facts(schedule, columns)
     for row in ROWS:
-        at = (
-            np.flatnonzero((facts.kind == row.of) & row.when(facts))
-            if len(columns)
-            else np.empty(0, np.int64)
-        )
+        at = np.flatnonzero((facts.kind == row.of) & row.when(facts))
         if len(at):
             yield at, _target(facts, row, columns[at])
 
@@ -164,7 +162,10 @@ def units_used(schedule: Schedule, action: Action) -> range:
 
 
 def units_fed(schedule: Schedule, action: Action) -> range:
-    """Indices of the units of its stage whose gradients ``action`` adds to; a head is fed by forward cells."""
+    """Indices of the units of its stage whose gradients ``action`` adds to.
+
+    A head is fed by forward cells, because its gradient is made together with the loss.
+    """
     match action:
         case Forward(cell, segment):
             units = _segment_units(schedule, cell, segment)
@@ -177,7 +178,7 @@ def units_fed(schedule: Schedule, action: Action) -> range:
 
 
 def reduction_before(over: Over, reductions: tuple[Over, ...]) -> Over | None:
-    """The sum that must be finished before the sum ``over``: shards first, then replicas, then the other stage."""
+    """The sum, among those of a unit, that must be taken before the sum ``over``."""
     place = reductions.index(over)
     return reductions[place - 1] if place else None
 
@@ -192,7 +193,7 @@ class _Shape:
         extents = (grid.num_stages, grid.num_micros, int(self.slices.max()))
         self.segments = np.ones(extents, np.int64)
         for cell, cuts in schedule.cuts.items():
-            self.segments[cell] = len(cuts) + 1
+            self.segments[cell.stage, cell.micro, cell.slice] = len(cuts) + 1
 
 
 def _shape(schedule: Schedule) -> _Shape:

@@ -1,8 +1,8 @@
-"""Orders: from a grid to which cells every rank computes, in which order. No transfers, no parameters.
+"""Orders: from a grid to the cells that every rank computes, in order.
 
-Inside a sequence every order runs forward cells from the first slice to the last and backward
-cells from the last
-to the first, because later slices owe gradients to earlier ones.
+No transfers and no parameters: ``lower.py`` puts them in. Inside a sequence every order runs
+forward cells from the first slice to the last and backward cells from the last to the first,
+because later slices owe gradients to earlier ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,10 @@ Order = Callable[[Grid], Schedule]
 
 
 def fill_drain(grid: Grid) -> Schedule:
-    """All forward cells, then all backward cells in reverse (TeraPipe, arXiv:2102.07988; one slice: GPipe)."""
+    """All forward cells, then all backward cells in reverse.
+
+    Source: TeraPipe (arXiv:2102.07988). With one slice per sequence it is GPipe.
+    """
     _one_chunk(grid, "fill_drain")
     programs: list[list[Action]] = []
     for rank in range(grid.ranks):
@@ -25,14 +28,14 @@ def fill_drain(grid: Grid) -> Schedule:
 
 
 def one_forward_one_backward(grid: Grid) -> Schedule:
-    """One forward cell, one backward cell, after as few forwards as keep the pipe busy (Seq1F1B, arXiv:2406.03488).
+    """One forward cell, one backward cell, after as few forwards as keep the pipe busy.
 
-    Micro-batches run backward in the order they came, the slices of each from last to first. Of
-    ``p`` ranks, rank
-    ``s`` has run ``n - 1 + p - s`` forward cells before its first backward cell, ``n`` being the
-    slices of the first
-    micro-batch: ``min(nm, n + p - 1)/n`` sequences are live on rank 0. One slice per sequence:
-    plain 1F1B.
+    Micro-batches run backward in the order in which they came, the slices of each from last to
+    first. Of ``p`` ranks, rank ``s`` has run ``n - 1 + p - s`` forward cells before its first
+    backward cell, ``n`` being the slices of the first micro-batch; so ``min(n·m, n + p - 1)/n`` of
+    ``m`` equal sequences are live on rank 0.
+
+    Source: Seq1F1B (arXiv:2406.03488). With one slice per sequence it is 1F1B.
     """
     _one_chunk(grid, "one_forward_one_backward")
     return Schedule.of(grid, [list(_alternate(grid, rank)) for rank in range(grid.ranks)])

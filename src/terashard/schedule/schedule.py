@@ -1,64 +1,57 @@
 """A schedule: what every pipeline rank does, in order, with the units and segments it speaks of.
 
-All shards and replicas of a stage run the same list, so there is one list per pipeline rank.
-Written as text::
-
-    terashard schedule 1
-    ranks 2
-    chunks 1 looped
-    micro 1 [2, 2]                   one line per micro-batch: sequences, slice lengths
-    unit 0:0 embed shard             one line per unit once sharding is in the list: reductions it
-    takes part in
-    unit 1:1 head shard head         … `head`: used with the loss, in forward cells only
-    cut 0.0.0 1                      units at which a cell is cut into segments
-    rank 0: G0:0 F0.0.0 S0.0.0>1 …
+All shards and replicas of a stage run the same list, so there is one list per pipeline rank. It is
+kept as integer columns, one row per action, and yields the actions when it is iterated.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from terashard.errors import ScheduleError
-from terashard.schedule.actions import (
-    OVERS,
-    Action,
-    Cell,
-    Grid,
-    MicroBatch,
-    Over,
-    decode,
-    encode,
-    parse_action,
-)
+from terashard.schedule.actions import OVERS, Action, Cell, Grid, Over, decode, encode
 
 Columns: TypeAlias = NDArray[np.int64]
 
 HEADER = "terashard schedule 1"
+"""First line of a schedule's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of a stage as the schedule sees it: its name, the sums its gradient goes through, and whether it is a head.
+    """One unit of a stage: its name, the sums its gradient goes through, whether it is a head.
 
     A head is used together with the loss: its parameters are needed, and its gradient is made, in
-    forward cells only.
+    forward cells only. A unit without sums is frozen: it has no gradient.
     """
 
     name: str
     reductions: tuple[Over, ...] = ("shard",)
     head: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse a name that is no word, and sums that cannot be taken in their order."""
+        if not self.name or any(letter.isspace() for letter in self.name):
+            raise ScheduleError(f"a unit is named {self.name!r}; a name is one word without spaces")
+        in_order = tuple(over for over in OVERS if over in self.reductions)
+        if self.reductions != in_order or (in_order and in_order[0] != "shard"):
+            raise ScheduleError(
+                f"unit {self.name} is summed over {', '.join(self.reductions)}; the order is"
+                f" {', '.join(OVERS)}, each at most once, and it starts with shard"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """``programs[r]`` [actions, 6]: the actions of pipeline rank ``r`` as integer columns.
+    """``programs[r]`` [actions, 6]: the actions of pipeline rank ``r`` as rows of integers.
 
-    ``units[s]`` lists the units of stage ``s`` (empty until sharding is put in), ``cuts`` the
-    unit boundaries at which a
-    cell is cut into segments; ``training`` is false for a list of forward cells only.
+    ``units[s]`` lists the units of stage ``s`` (empty until sharding is put in), ``cuts`` the unit
+    boundaries at which a cell is cut into segments; ``training`` is false for a list of forward
+    cells only.
     """
 
     grid: Grid
@@ -67,9 +60,44 @@ class Schedule:
     cuts: Mapping[Cell, tuple[int, ...]] = field(default_factory=dict)
     training: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse programs, units or cuts that are not those of the grid."""
+        if len(self.programs) != self.grid.ranks:
+            raise ScheduleError(
+                f"there are programs for {len(self.programs)} ranks, but the grid has"
+                f" {self.grid.ranks}; every rank needs one"
+            )
+        if self.units and len(self.units) != self.grid.num_stages:
+            raise ScheduleError(
+                f"units are listed for {len(self.units)} stages, but the grid has"
+                f" {self.grid.num_stages}; list those of every stage, or none"
+            )
+        for stage, units in enumerate(self.units):
+            if any(unit.head for unit in units[:-1]) or (
+                units and units[-1].head and stage != self.grid.num_stages - 1
+            ):
+                raise ScheduleError(
+                    f"stage {stage} has a head among its units; only the last unit of the last"
+                    " stage can be one"
+                )
+        for cell, bounds in self.cuts.items():
+            self._require_cut(cell, bounds)
+
+    def _require_cut(self, cell: Cell, bounds: tuple[int, ...]) -> None:
+        if cell not in self.grid:
+            raise ScheduleError(f"cell {cell} is cut into segments, but the grid has no such cell")
+        units = len(self.units[cell.stage]) if self.units else None
+        ends = (0, *bounds) if units is None else (0, *bounds, units)
+        if not bounds or any(after <= before for before, after in pairwise(ends)):
+            stage = "" if units is None else f" of the stage's {units}"
+            raise ScheduleError(
+                f"cell {cell} is cut at units {list(bounds)}{stage}; cuts must rise, and leave at"
+                " least one unit in every segment"
+            )
+
     @classmethod
     def of(cls, grid: Grid, actions: Sequence[Iterable[Action]], **rest: Any) -> "Schedule":
-        """A schedule from the actions of every rank."""
+        """A schedule from the actions of every rank; ``rest``: units, cuts, training."""
         rows = ([encode(action) for action in program] for program in actions)
         columns = tuple(np.array(r, np.int64).reshape(-1, 6) for r in rows)
         return cls(grid, columns, **rest)
@@ -100,108 +128,16 @@ class Schedule:
         return len(self.cuts.get(cell, ())) + 1
 
     def text(self) -> str:
-        """The schedule as text that ``parse`` reads back."""
+        """The schedule as text that ``text.parse`` reads back; the form is described there."""
         grid = self.grid
         lines = [HEADER, f"ranks {grid.ranks}", f"chunks {grid.chunks} {grid.placement}"]
         lines += [] if self.training else ["forward only"]
         lines += [f"micro {m.sequences} {list(m.slices)}" for m in grid.partition]
         for stage, units in enumerate(self.units):
             for index, unit in enumerate(units):
-                words = [
-                    "unit",
-                    f"{stage}:{index}",
-                    unit.name,
-                    *unit.reductions,
-                    *["head"] * unit.head,
-                ]
-                lines.append(" ".join(words))
+                words = [f"{stage}:{index}", unit.name, *unit.reductions, *["head"] * unit.head]
+                lines.append(f"unit {' '.join(words)}")
         for cell, bounds in sorted(self.cuts.items()):
             lines.append(f"cut {cell} {' '.join(map(str, bounds))}")
         lines += [f"rank {r}: {' '.join(map(str, actions))}" for r, actions in enumerate(self)]
         return "\n".join(lines) + "\n"
-
-
-class _Reader:
-    """Collects the lines of a schedule's text."""
-
-    def __init__(self) -> None:
-        self.ranks, self.chunks, self.placement, self.training = 0, 1, "looped", True
-        self.micros: list[MicroBatch] = []
-        self.units: dict[int, list[Unit]] = {}
-        self.cuts: dict[Cell, tuple[int, ...]] = {}
-        self.programs: dict[int, list[Action]] = {}
-
-    def read(self, line: str) -> None:
-        """Take in one line."""
-        word, _, rest = line.partition(" ")
-        reader = getattr(self, f"_{word}", None)
-        if reader is None:
-            raise ValueError(f"unknown word {word!r}")
-        reader(rest)
-
-    def _ranks(self, rest: str) -> None:
-        self.ranks = int(rest)
-
-    def _chunks(self, rest: str) -> None:
-        chunks, self.placement = rest.split()
-        self.chunks = int(chunks)
-
-    def _forward(self, rest: str) -> None:
-        self.training = False
-
-    def _micro(self, rest: str) -> None:
-        sequences, _, lengths = rest.partition(" ")
-        self.micros.append(
-            MicroBatch(int(sequences), tuple(int(n) for n in lengths.strip("[] ").split(",")))
-        )
-
-    def _unit(self, rest: str) -> None:
-        place, name, *words = rest.split()
-        stage, index = map(int, place.split(":"))
-        units = self.units.setdefault(stage, [])
-        if index != len(units):
-            raise ValueError(f"unit {place} is out of order")
-        overs = tuple(over for over in OVERS if over in words)
-        units.append(Unit(name, overs, head="head" in words))
-
-    def _cut(self, rest: str) -> None:
-        cell, *bounds = rest.split()
-        self.cuts[Cell(*map(int, cell.split(".")))] = tuple(map(int, bounds))
-
-    def _rank(self, rest: str) -> None:
-        rank, _, actions = rest.partition(":")
-        self.programs[int(rank)] = [parse_action(word) for word in actions.split()]
-
-    def schedule(self) -> Schedule:
-        """What was read, as a schedule."""
-        grid = Grid(
-            ranks=self.ranks,
-            partition=tuple(self.micros),
-            chunks=self.chunks,
-            placement="v" if self.placement == "v" else "looped",
-        )
-        programs = [self.programs.get(rank, []) for rank in range(grid.ranks)]
-        units = (
-            tuple(tuple(self.units.get(s, ())) for s in range(grid.num_stages))
-            if self.units
-            else ()
-        )
-        return Schedule.of(grid, programs, units=units, cuts=self.cuts, training=self.training)
-
-
-def parse(text: str) -> Schedule:
-    """Read a schedule from its text; ``ScheduleError`` names the line that is wrong."""
-    lines = text.splitlines()
-    if not lines or lines[0].strip() != HEADER:
-        raise ScheduleError(f"this is no schedule: its first line must be {HEADER!r}")
-    reader = _Reader()
-    for number, line in enumerate(lines[1:], start=2):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        try:
-            reader.read(line.strip())
-        except (ValueError, TypeError) as cause:
-            raise ScheduleError(
-                f"line {number} of the schedule, {line.strip()[:60]!r}: {cause}"
-            ) from cause
-    return reader.schedule()

@@ -1,14 +1,15 @@
 """What ran when: predicted and measured runs are one type, so that a report is a difference.
 
-A ``Span`` is one action of a schedule on one rank with its start and end in seconds since the
-step began.
+A ``Span`` is one action of a schedule on one rank, with its start and end in seconds since the step
+began.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from terashard.schedule.actions import Action, Backward, Forward, parse_action
+from terashard.schedule.actions import Action, Backward, Forward
+from terashard.schedule.text import parse_action
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """What a decoder is, in numbers: enough to count, plan and build it.
 
-One decoder covers two families. Llama: RMSNorm, rotary positions, grouped-query attention,
-SwiGLU, no biases. GPT-2:
-LayerNorm, learned positions, GELU, biases. Parameter names are the same in both where they mean
-the same.
+One decoder covers two families. Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU,
+no biases. GPT-2: LayerNorm, learned positions, GELU, biases. Parameter names are the same in both
+where they mean the same.
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from terashard.config.schema import ModelConfig
@@ -48,8 +48,8 @@ class ModelSpec:
                 raise PlanError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:
             raise PlanError(
-                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads};"
-                " every key/value head must serve the same number of query heads"
+                f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads ="
+                f" {self.num_heads}; every key/value head must serve the same number of query heads"
             )
         if self.positions == "rotary" and self.head_dim % 2:
             raise PlanError(
@@ -61,8 +61,12 @@ class ModelSpec:
         return ("embed", *(f"layers.{i}" for i in range(self.num_layers)), "head")
 
     def unit_parameters(self, unit: str) -> dict[str, tuple[int, ...]]:
-        """Global name → shape of every parameter of ``unit``; under ``tied``, the head's own weight is not listed."""
+        """Global name → shape of every parameter of ``unit``.
+
+        Under ``tied`` the head's weight is the embedding's, and listed there alone.
+        """
         width = self.hidden_size
+        shapes: dict[str, tuple[int, ...]]
         if unit == "embed":
             shapes = {"tokens.weight": (self.vocab_size, width)}
             if self.positions == "learned":
@@ -81,13 +85,7 @@ class ModelSpec:
 
     def num_parameters(self) -> int:
         """How many numbers the model learns, tied weights once."""
-        total = 0
-        for shape in self.parameters().values():
-            size = 1
-            for extent in shape:
-                size *= extent
-            total += size
-        return total
+        return sum(map(prod, self.parameters().values()))
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (self.hidden_size,)}
@@ -118,21 +116,27 @@ class ModelSpec:
 
 
 def describe(config: ModelConfig, *, vocab_size: int, max_length: int) -> ModelSpec:
-    """Fill in what the configuration left open: ``vocab_size`` from the data, ``max_length`` from the batch."""
+    """The model that ``config`` describes.
+
+    What it left open is filled in: ``vocab_size`` from the data, ``max_length`` from the batch.
+    """
     llama = config.family == "llama"
     if config.head_dim is None and config.hidden_size % config.num_heads:
         raise PlanError(
-            f"model.hidden_size = {config.hidden_size} is no multiple of model.num_heads = {config.num_heads};"
-            " change one of them, or give model.head_dim"
+            f"model.hidden_size = {config.hidden_size} is no multiple of model.num_heads ="
+            f" {config.num_heads}; change one of them, or give model.head_dim"
         )
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise PlanError(
-            f"model.vocab_size is {config.vocab_size}, but the data has {vocab_size} tokens in its vocabulary;"
-            " leave model.vocab_size out, or make it at least that"
+            f"model.vocab_size is {config.vocab_size}, but the data has {vocab_size} tokens in its"
+            " vocabulary; leave model.vocab_size out, or make it at least that"
         )
     longest = config.max_length or max_length
     if longest < max_length:
-        raise PlanError(f"model.max_length is {longest}, shorter than batch.tokens = {max_length}")
+        raise PlanError(
+            f"model.max_length is {longest}, shorter than batch.tokens = {max_length}; leave"
+            " model.max_length out, or make it at least that"
+        )
     mlp = 64 * round(config.hidden_size * 8 / 3 / 64) if llama else 4 * config.hidden_size
     return ModelSpec(
         vocab_size=config.vocab_size or vocab_size,

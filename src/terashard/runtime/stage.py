@@ -1,0 +1,232 @@
+r"""A run of units that can run one cell forward and back.
+
+Forward of slice t builds one autograd graph per segment, detached at its joints, and keeps (input, output) of each.
+Backward starts from the gradient of the output and from what the carries of later slices owe, and leaves the gradient of
+the input. The last stage computes the loss *and* the gradient of its input in the forward cell, chunk by chunk, so that
+no logits outlive it; its backward starts from that gradient.
+
+The stage keeps count of what ran and refuses any other order than slices upward forward and downward back: exact
+gradients depend on it.
+
+Shapes: S sequences of this rank, B sequences of one micro-batch, N tokens of a sequence, n of a slice, C channels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terashard.errors import RunError
+from terashard.nn.loss import loss_and_gradient, loss_only
+from terashard.nn.protocols import Carry, StageModule, TokenSlice
+from terashard.schedule.actions import Backward, Cell, Forward, MicroBatch
+from terashard.schedule.needs import units_used
+from terashard.schedule.schedule import Schedule
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""(output of one slice, its targets) → 0-dim sum over tokens."""
+
+
+class ScaledLoss:
+    """A loss times a constant, with the chunk size of the loss if it has one."""
+
+    def __init__(self, loss: Loss, scale: float) -> None:
+        self._loss, self._scale = loss, scale
+        if hasattr(loss, "chunk_tokens"):
+            self.chunk_tokens = loss.chunk_tokens
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self._loss(output, targets) * self._scale
+
+
+@dataclass(slots=True)
+class _MicroState:
+    """What one micro-batch has on a stage: its tokens, its carries, the graphs that wait for backward."""
+
+    tokens: Tensor
+    targets: Tensor
+    carries: list[Carry | None]
+    graphs: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by slice: of the output of the segment to run back
+    joint: Tensor | None = None  # output of the segment that ran forward last, input of the next
+    forward: tuple[int, int] = (0, 0)  # slice and segment that must run forward next
+    backward: tuple[int, int] | None = None  # … backward next
+
+
+class Stage:
+    """One stage of a pipeline: its module, and the state of the step that is going on."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        index: int,
+        *,
+        loss: Loss,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        units = [unit for _, unit in module.units()]
+        self.index, self.loss, self.device, self.dtype = index, loss, device, dtype
+        self.width = module.width
+        self.head: nn.Module | None = units.pop() if module.has_head() else None
+        self.units: Sequence[nn.Module] = units
+        self._schedule: Schedule | None = None
+        self._micros: list[_MicroState] = []
+        self._scaled = ScaledLoss(loss, 1.0)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def begin(self, schedule: Schedule, tokens: Tensor, targets: Tensor, scale: float) -> None:
+        """Start a step on ``tokens`` and ``targets`` [S, N]; the loss is the sum over tokens times ``scale``."""
+        self._schedule = schedule
+        self._scaled = ScaledLoss(self.loss, scale)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        counts = [micro.sequences for micro in schedule.grid.partition]
+        rows = zip(tokens.split(counts), targets.split(counts), strict=True)
+        self._micros = [_MicroState(t, y, self._new_carries(*t.shape)) for t, y in rows]
+
+    def input_shape(self, cell: Cell) -> tuple[int, int, int]:
+        """Shape [B, n, C] of what travels into (and, as a gradient, out of) ``cell``."""
+        micro = self._plan.grid.partition[cell.micro]
+        return micro.sequences, micro.slices[cell.slice], self.width
+
+    def forward(self, action: Forward, x: Tensor | None) -> Tensor | None:
+        """Run one segment; ``x`` [B, n, C] for the first segment of any stage but the first. Returns the stage's output.
+
+        The output [B, n, C] comes from the last segment of any stage but the last.
+        """
+        cell, segment = action.cell, action.segment
+        state, where, top = (
+            self._micros[cell.micro],
+            self._where(cell),
+            self._plan.segments(cell) - 1,
+        )
+        self._advance(state, action, top)
+        x = self._input(state, cell, segment, x)
+        with torch.set_grad_enabled(self._plan.training):
+            y = self._run(self._indices(action), x, state, where)
+        if self._plan.training:
+            state.graphs[cell.slice, segment] = x, y
+        if segment < top:
+            state.joint = y
+            return None
+        return self._leave(state, cell, y.detach())
+
+    def backward(self, action: Backward, dy: Tensor | None) -> Tensor | None:
+        """Run one segment back; ``dy`` [B, n, C] for the top segment of any stage but the last.
+
+        Returns the gradient [B, n, C] of the stage's input, from the first segment of any stage but the first.
+        """
+        cell, segment = action.cell, action.segment
+        state = self._micros[cell.micro]
+        self._retreat(state, action)
+        x, y = state.graphs.pop((cell.slice, segment))
+        dy = state.gradients.pop(cell.slice) if dy is None else dy
+        carries = [state.carries[i] for i in self._indices(action)]
+        pairs = [pair for carry in carries if carry is not None for pair in carry.roots(cell.slice)]
+        if y.requires_grad:
+            roots, gradients = zip((y, dy), *pairs, strict=True)
+            torch.autograd.backward(roots, gradients)
+        for carry in carries:
+            if carry is not None:
+                carry.forget(cell.slice)
+        return self._hand_back(state, cell, segment, x)
+
+    def _hand_back(self, state: _MicroState, cell: Cell, segment: int, x: Tensor) -> Tensor | None:
+        if not x.is_floating_point():
+            return None
+        dx = x.grad if x.grad is not None else torch.zeros_like(x)
+        if segment > 0:
+            state.gradients[cell.slice] = dx
+            return None
+        return dx
+
+    def _input(self, state: _MicroState, cell: Cell, segment: int, x: Tensor | None) -> Tensor:
+        if segment > 0:
+            x = state.joint
+        if x is None:
+            start, stop = self._micro(cell).bounds(cell.slice)
+            return state.tokens[:, start:stop]
+        return x.detach().requires_grad_(self._plan.training)
+
+    def _run(self, indices: range, x: Tensor, state: _MicroState, where: TokenSlice) -> Tensor:
+        for index in indices:
+            x = self.units[index](x, state.carries[index], where)
+        return x
+
+    def _leave(self, state: _MicroState, cell: Cell, y: Tensor) -> Tensor | None:
+        """The stage's output, or its loss if it is the last stage."""
+        if self.index < self._plan.grid.num_stages - 1:
+            return y
+        start, stop = self._micro(cell).bounds(cell.slice)
+        targets = state.targets[:, start:stop]
+        if self._plan.training:
+            loss, state.gradients[cell.slice] = loss_and_gradient(
+                self.head, y, targets, self._scaled
+            )
+        else:
+            loss = loss_only(self.head, y, targets, self._scaled)
+        self.loss_sum += loss
+        return None
+
+    def _new_carries(self, sequences: int, tokens: int) -> list[Carry | None]:
+        made: list[Carry | None] = []
+        for unit in self.units:
+            new: Any = getattr(unit, "new_carry", None)
+            carry = new(sequences, tokens, device=self.device, dtype=self.dtype) if new else None
+            made.append(carry)
+        return made
+
+    def _indices(self, action: Forward | Backward) -> range:
+        """Units of the action's segment, the head left out."""
+        used = units_used(self._plan, action)
+        return range(used.start, min(used.stop, len(self.units)))
+
+    def _where(self, cell: Cell) -> TokenSlice:
+        micro = self._micro(cell)
+        start, stop = micro.bounds(cell.slice)
+        return TokenSlice(index=cell.slice, start=start, stop=stop, total=micro.tokens)
+
+    def _micro(self, cell: Cell) -> MicroBatch:
+        return self._plan.grid.partition[cell.micro]
+
+    @property
+    def _plan(self) -> Schedule:
+        if self._schedule is None:
+            raise RunError(f"stage {self.index}: no step has begun")
+        return self._schedule
+
+    def _advance(self, state: _MicroState, action: Forward, top: int) -> None:
+        cell, here = action.cell, (action.cell.slice, action.segment)
+        if state.forward != here:
+            raise RunError(
+                f"stage {self.index}: {action} came when slice {state.forward[0]}, segment {state.forward[1]} of"
+                f" micro-batch {cell.micro} was due; slices run forward from first to last"
+            )
+        ends = action.segment == top
+        state.forward = (cell.slice + 1, 0) if ends else (cell.slice, action.segment + 1)
+        if ends and cell.slice == len(self._micro(cell).slices) - 1:
+            state.backward = here
+
+    def _retreat(self, state: _MicroState, action: Backward) -> None:
+        cell, here = action.cell, (action.cell.slice, action.segment)
+        if state.backward != here:
+            due = (
+                "none is due"
+                if state.backward is None
+                else "slice {}, segment {} is due".format(*state.backward)
+            )
+            raise RunError(
+                f"stage {self.index}: {action} came when {due} in micro-batch {cell.micro};"
+                " slices run backward from last to first, after all have run forward"
+            )
+        if action.segment > 0:
+            state.backward = (cell.slice, action.segment - 1)
+        elif cell.slice > 0:
+            before = Cell(cell.stage, cell.micro, cell.slice - 1)
+            state.backward = (before.slice, self._plan.segments(before) - 1)
+        else:
+            state.backward = None

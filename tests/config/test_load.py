@@ -167,7 +167,8 @@ REFUSED = {
     ),
     "choice": (
         '[model]\nfamily = "lama"',
-        r'^run.toml, line 2: model.family is the string "lama"; it must be "llama" or "gpt2"; did you mean "llama"\?$',
+        r'^run.toml, line 2: model.family is the string "lama";'
+        r' it must be "llama" or "gpt2"; did you mean "llama"\?$',
     ),
     "item of a list": (
         '[parallel]\nslices = [128, "64"]',

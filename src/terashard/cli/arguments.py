@@ -11,6 +11,7 @@ from contextlib import redirect_stderr
 from dataclasses import MISSING, field, fields, make_dataclass, replace
 from difflib import get_close_matches
 from io import StringIO
+from itertools import takewhile
 from typing import Any, NoReturn, TypeVar, cast, get_type_hints
 
 import tyro
@@ -22,6 +23,7 @@ from terashard.errors import ConfigError
 Arguments = TypeVar("Arguments")
 _OPTION = re.compile(r"--?[A-Za-z].*")
 _HELP = {"-h", "--help"}
+_FRAME = str.maketrans("│╭╮╰╯─", "     -")
 
 
 def parse(kind: type[Arguments], words: Sequence[str], program: str) -> Arguments:
@@ -82,20 +84,20 @@ def _parse_known(kind: type, words: Sequence[str], program: str) -> tuple[Any, l
         raise ConfigError(f"{_sentence(said.getvalue())}; see {program} --help") from None
 
 
-def _sentence(box: str) -> str:
-    """The first paragraph of tyro's framed message as one line."""
-    if missing := re.findall(r"^│ {5}(\S.*?) *│$", box.partition("───")[2], re.MULTILINE):
-        if "Missing from" in box:
-            return f"{missing[0]} is missing"
-    inside = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
-    text = " ".join(" ".join(inside).split()).partition(" ───")[0].partition(" Got errors:")[0]
+def _sentence(message: str) -> str:
+    """The first paragraph of tyro's message as one line, without its title and frame."""
+    plain = message.translate(_FRAME).splitlines()
+    body = [line.rstrip() for line in plain if line.startswith("  ")]
+    missing = [line.strip() for line in body if re.match(r" {6}\S", line)]
+    if missing and body[0].startswith("  Missing from"):
+        return f"{missing[0]} is missing"
+    paragraph = takewhile(lambda line: line and not line.startswith("  ---"), body)
     text = re.sub(
         r"Error parsing (\S+): no type matching (?:\{None\}\|)?(\S+) could be instantiated from"
-        r" \['(.*)'\]\.?",
+        r" \['(.*)'\]",
         r"\1 is '\3'; it must be \2",
-        text,
+        " ".join(" ".join(paragraph).split()).removesuffix(" Expected 1 values."),
     )
-    text = text.replace(" Expected 1 values", "")
     return text.rstrip(".") or "the command line cannot be understood"
 
 

@@ -1,0 +1,34 @@
+"""What ``import terashard`` promises: these names, and no torch until one of them is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+import terashard
+
+PUBLIC = ["__version__"]
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert terashard.__all__ == PUBLIC
+    assert dir(terashard) == PUBLIC
+
+
+@pytest.mark.parametrize("name", terashard.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(terashard, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'pipeline'"):
+        _ = terashard.pipeline
+
+
+def test_importing_terashard_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, terashard\n"
+        "assert terashard.__version__\n"
+        "assert not {'torch', 'numpy', 'tyro', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The decoder: slices against the whole sequence, and the whole sequence against a plain second decoder."""
+"""Slices against the whole sequence, and the whole sequence against a plain second decoder."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +11,15 @@ from terashard.nn.build import build_stage
 from terashard.nn.decoder import DecoderStage
 from terashard.nn.init import initialise_
 from terashard.nn.loss import CrossEntropy
-from terashard.nn.protocols import StageModule
 from terashard.spec.model import ModelSpec
-from tests.nn.witness import GPT2, LLAMA, largest_error, plain_logits, run_in_slices
+from tests.nn.witness import (
+    GPT2,
+    LLAMA,
+    largest_error,
+    plain_logits,
+    recompute_in_slices,
+    run_in_slices,
+)
 
 LENGTH = 13
 SLICES = {
@@ -33,7 +39,7 @@ SPECS = {
 
 
 def make(spec: ModelSpec, cuts: Sequence[int]) -> list[DecoderStage]:
-    """Stages of layers between ``cuts``, in float64, with weights large enough for every gradient to count."""
+    """Stages cut at ``cuts``, in float64, with weights large enough for all gradients to count."""
     ends = [0, *cuts, spec.num_layers]
     stages = []
     for k in range(len(ends) - 1):
@@ -93,3 +99,46 @@ def test_sliced_gradients_match_the_uncut_stage(spec: ModelSpec, lengths: list[i
         value = run_in_slices(stages, tokens, targets, lengths, loss)
         torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=0)
         assert largest_error(gradients(stages), gradients([whole])) < 1e-10
+
+
+@pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_recomputed_slices_give_the_same_gradients(spec: ModelSpec) -> None:
+    tokens, _ = batch(spec)
+    layers = range(spec.num_layers)
+    whole, cut = (build_stage(spec, layers, first=True, last=False) for _ in range(2))
+    for stage in (whole, cut):
+        initialise_(stage, spec, seed=3, dtype=torch.float64)
+    output = whole(tokens)
+    cotangent = torch.randn(
+        output.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
+    output.backward(cotangent)
+    recompute_in_slices(cut, tokens, cotangent, [5, 1, 7])
+    assert largest_error(gradients([cut]), gradients([whole])) < 1e-10
+
+
+def test_bfloat16_slices_stay_close_to_float32() -> None:
+    tokens, targets = batch(LLAMA)
+    values = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        stage = build_stage(LLAMA, range(3), first=True, last=True)
+        initialise_(stage, LLAMA, seed=3, dtype=dtype)
+        values[dtype] = float(run_in_slices([stage], tokens, targets, [6, 7], CrossEntropy()))
+        assert all(p.grad is not None and p.grad.dtype == dtype for p in stage.parameters())
+    assert values[torch.bfloat16] == pytest.approx(values[torch.float32], rel=1e-3)
+
+
+def test_a_second_sequence_does_not_see_the_first() -> None:
+    (stage,) = make(LLAMA, [])
+    tokens, targets = batch(LLAMA)
+    alone = run_in_slices([stage], tokens[1:], targets[1:], [6, 7], CrossEntropy())
+    first = run_in_slices([stage], tokens[:1], targets[:1], [6, 7], CrossEntropy())
+    both = run_in_slices([stage], tokens, targets, [6, 7], CrossEntropy())
+    torch.testing.assert_close(alone + first, both, rtol=1e-12, atol=0)
+
+
+def test_a_meta_stage_runs_without_storage() -> None:
+    stage = build_stage(LLAMA, range(3), first=True, last=True)
+    logits = stage(torch.zeros(2, 5, dtype=torch.long, device="meta"))
+    assert logits.shape == (2, 5, LLAMA.vocab_size)
+    assert logits.device.type == "meta"

@@ -1,10 +1,11 @@
 """A second decoder, written plainly from parameters by name, and slice-by-slice drivers for tests.
 
-Nothing here uses terashard's own operators: softmax attention with a mask over the whole sequence, norms and positions
-from their formulas, plain autograd.
+The decoder uses none of terashard's operators: softmax attention with a mask over the whole
+sequence, norms and positions from their formulas, plain autograd.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -116,7 +117,7 @@ def run_in_slices(
     lengths: Sequence[int],
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Drive the units of consecutive stages by hand: slices forward upward, backward downward. Returns the loss."""
+    """Drive units by hand, slices forward upward, backward downward; returns the loss sum."""
     units = [(name, unit) for stage in stages for name, unit in stage.units()]
     *body, (_, head) = units
     dtype = next(head.parameters()).dtype
@@ -140,10 +141,37 @@ def run_in_slices(
 
 
 def largest_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Worst over parameters of max|Δ| / max(max|expected|, 1e-6·G), G the model's largest gradient."""
+    """Worst max|Δ| / max(max|expected|, 1e-6·G) over parameters, G the model's largest gradient."""
     assert found.keys() == expected.keys()
     largest = max(float(g.abs().max()) for g in expected.values())
     return max(
         float((found[n] - g).abs().max()) / max(float(g.abs().max()), 1e-6 * largest)
         for n, g in expected.items()
     )
+
+
+def recompute_in_slices(
+    stage: DecoderStage,
+    tokens: Tensor,
+    cotangent: Tensor,
+    lengths: Sequence[int],
+) -> None:
+    """As above, keeping no graph: each slice runs forward again right before its backward."""
+    units = [unit for name, unit in stage.units() if name != "head"]
+    batch, total = tokens.shape
+    carries = [
+        u.new_carry(batch, total, device=tokens.device, dtype=cotangent.dtype) for u in units
+    ]
+
+    def forward(where: TokenSlice) -> Tensor:
+        x = tokens[:, where.start : where.stop]
+        for unit, carry in zip(units, carries, strict=True):
+            x = unit(x, carry, where)
+        return x
+
+    with torch.no_grad():
+        for where in slices_of(lengths):
+            forward(where)
+    for where in reversed(slices_of(lengths)):
+        x = forward(replace(where, recompute=True))
+        torch.autograd.backward(x, cotangent[:, where.start : where.stop])

@@ -76,13 +76,13 @@ class KeyValueCarry:
             owed[:, :, : new.shape[2]] += new
 
     def settle(self, where: TokenSlice, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A slice's own gradients [B, H_kv, n, D] plus what all later slices owe it."""
-        if self._owed is None:
-            return key, value
-        owed_key, owed_value = (owed[:, :, where.start : where.stop] for owed in self._owed)
+        """Add to a slice's own gradients [B, H_kv, n, D], in place, what later slices owe it."""
+        if self._owed is not None:
+            for own, owed in zip((key, value), self._owed, strict=True):
+                own += owed[:, :, where.start : where.stop]
         if where.start == 0:
             self._owed = None
-        return (owed_key + key).to(key.dtype), (owed_value + value).to(value.dtype)
+        return key, value
 
     def roots(self, index: int) -> Sequence[tuple[Tensor, Tensor]]:
         """Nothing: attention's own autograd function hands the gradients back."""

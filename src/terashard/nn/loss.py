@@ -58,13 +58,14 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, kept: Tensor, how: CrossEntropy
     ) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        capped = logits
         if how.soft_cap is not None:
-            wide = (wide / how.soft_cap).tanh_().mul_(how.soft_cap)
-        at, smoothing, words = labels.unsqueeze(-1), how.label_smoothing, wide.shape[-1]
-        log_p = wide.log_softmax(-1)
+            capped = (logits.to(wide) / how.soft_cap).tanh_().mul_(how.soft_cap)
+        at, smoothing, words = labels.unsqueeze(-1), how.label_smoothing, logits.shape[-1]
+        log_p = capped.log_softmax(-1, dtype=wide)
         picked = log_p.gather(-1, at)
-        z = wide.gather(-1, at) - picked  # [T, 1]
+        z = capped.gather(-1, at) - picked  # [T, 1]
         loss = picked * (smoothing - 1)
         if smoothing:
             loss -= smoothing * log_p.mean(-1, keepdim=True)
@@ -78,7 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
                 gradient -= smoothing / words
             gradient.scatter_add_(-1, at, gradient.new_full((1, 1), smoothing - 1).expand_as(at))
             if how.soft_cap is not None:
-                gradient.addcmul_(gradient, wide.div_(how.soft_cap).square_(), value=-1)
+                gradient.addcmul_(gradient, capped.div_(how.soft_cap).square_(), value=-1)
             gradient.masked_fill_(~kept.unsqueeze(-1), 0)
             ctx.save_for_backward(gradient.to(logits.dtype))
         return loss.squeeze(-1).masked_fill_(~kept, 0).sum()
@@ -102,7 +103,7 @@ def loss_and_gradient(
     gradient = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     total: Tensor | None = None
     for piece, labels, rows in _chunks(hidden.detach(), targets, gradient, loss):
-        leaf = piece.requires_grad_()
+        leaf = piece.detach().requires_grad_()
         with torch.enable_grad():
             value = loss(leaf if head is None else head(leaf), labels)
         value.backward()  # type: ignore[no-untyped-call]

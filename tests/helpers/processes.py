@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "terashard.comm.mesh"]
+"""Imported once, by the fork server; the first step of any optimizer imports torch._dynamo."""
+
+
 class RemoteTraceback(Exception):  # noqa: N818  # it is a cause, not an error of its own
     """The traceback of an exception in another process, as text."""
 
@@ -38,7 +42,7 @@ def run_processes(
     traceback as its cause; so is the end of a process without a result. None is left running.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "terashard.comm.mesh", __name__])
+    context.set_forkserver_preload(PRELOADED)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's import starts a pool otherwise
     task = pickle.dumps((function, args))
     processes: list[BaseProcess] = []

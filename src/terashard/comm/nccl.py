@@ -3,7 +3,8 @@
 Where dim 0 divides evenly, rows are gathered in place by ``all_gather_single`` and summed by
 ``reduce_scatter_single``. Where it does not, they travel point to point in one batch. Tensors
 narrower than float32 would be summed in their own type: they go through ``all_to_all_single``, of
-the same volume, and are summed here in float32 and rank order.
+the same volume, and are summed here in float32 and rank order. ``reduce_scatter_single`` sums in an
+order of its own, the same in every step.
 
 NCCL has no tags: messages between two ranks arrive in the order in which they were sent, and
 receives must be issued in that order. One communicator per direction keeps two ranks that both

@@ -133,6 +133,8 @@ class ThreadGroup:
     def sum_scatter(self, full: Sequence[Tensor], rows: Sequence[Tensor]) -> _Pending:
         """See ``Group.sum_scatter``."""
         require_rows(full, rows, self.size, self.rank)
+        for tensor in full:
+            require_contiguous(tensor, self._where("sum_scatter"))
 
         def write(brought: list[list[Tensor]]) -> None:
             for j, out in enumerate(rows):
@@ -143,6 +145,7 @@ class ThreadGroup:
 
     def sum(self, tensor: Tensor) -> _Pending:
         """See ``Group.sum``."""
+        require_contiguous(tensor, self._where("sum"))
 
         def write(brought: list[Tensor]) -> None:
             sum_in_order(brought, tensor)

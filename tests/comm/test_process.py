@@ -1,0 +1,90 @@
+"""Each test starts its processes once and checks many claims in them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from terashard.comm.gloo import GlooGroup
+from terashard.comm.nccl import NcclGroup
+from terashard.errors import CommunicationError
+from tests.comm.claims import exchange_everything
+from tests.helpers.processes import run_processes
+
+pytestmark = pytest.mark.processes
+
+
+def _all() -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    world = dist.group.WORLD
+    assert world is not None
+    return world, tuple(range(dist.get_world_size()))
+
+
+def _exchange(rank: int) -> None:
+    handle, ranks = _all()
+    exchange_everything(GlooGroup(handle, ranks, "all"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_exchange_over_gloo_gives_what_its_definition_says(size: int) -> None:
+    run_processes(size, _exchange)
+
+
+def _exchange_by_collectives(rank: int) -> None:
+    handle, ranks = _all()
+    exchange_everything(_Collectives(handle, ranks, "all"), rank_order=len(ranks) == 2)
+
+
+class _Collectives(NcclGroup):
+    """The calls of NCCL's group, carried by gloo."""
+
+    def barrier(self) -> None:
+        GlooGroup.barrier(self)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_collectives_meant_for_nccl_give_the_same(size: int) -> None:
+    run_processes(size, _exchange_by_collectives)
+
+
+def _leave_or_wait(rank: int) -> str:
+    handle, ranks = _all()
+    group = GlooGroup(handle, ranks, "pair")
+    if rank == 1:
+        dist.destroy_process_group()
+        return ""
+    message = ""
+    try:
+        group.receive(torch.zeros(1), 1, tag=3).wait()
+    except CommunicationError as error:
+        message = str(error)
+    dist.destroy_process_group()
+    return message
+
+
+def test_a_peer_that_left_is_named_in_one_line() -> None:
+    message = run_processes(2, _leave_or_wait)[0]
+    start = "rank 0, group 'pair': waits for a message of rank 1, tag 3: the other process is gone"
+    assert message.startswith(start)
+    assert "\n" not in message
+
+
+def _wait_for_nothing(rank: int) -> str:
+    handle, ranks = _all()
+    group = GlooGroup(handle, ranks, "pair")
+    message = ""
+    if rank == 0:
+        try:
+            group.receive(torch.zeros(1), 1).wait(timeout=0.2)
+        except CommunicationError as error:
+            message = str(error)
+    else:
+        dist.distributed_c10d._get_default_store().get("told")
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set("told", "yes")
+    dist.destroy_process_group()
+    return message
+
+
+def test_a_message_that_does_not_come_in_time_is_an_error() -> None:
+    message = run_processes(2, _wait_for_nothing)[0]
+    assert "rank 0, group 'pair': waits for a message of rank 1, tag 0: nothing came" in message

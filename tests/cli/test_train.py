@@ -91,7 +91,7 @@ def test_resume_hands_over_the_directory_and_the_options(launcher: Launcher) -> 
         ([*WORDS, "--run.directory", "tokens"], "the run directory tokens exists; go on with"),
         (
             [*WORDS, "--parallel.stages", "3"],
-            "parallel.stages = 3 is more than the model's 2 layers",
+            "parallel.stages = 3 is more than the model",
         ),
         ([*WORDS, "--parallel.slices", "100", "100"], "slice"),
         ([*WORDS, "--model.vocab-size", "8"], "model.vocab_size is 8, but the data has"),

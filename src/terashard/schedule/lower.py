@@ -102,16 +102,20 @@ def insert_sharding(schedule: Schedule, units: Sequence[Sequence[Unit]]) -> Sche
 
 def _sharded(schedule: Schedule, program: Sequence[Action]) -> list[Action]:
     used, final = _last(schedule, program, fed=False), _last(schedule, program, fed=True)
-    gathers = [Gather(unit) for unit in used]
-    late: list[Action] = []
-    body: list[Action] = []
+    body: list[Action] = [Gather(unit) for unit in used]
+    waiting: list[Action] = []
+    ties: list[Action] = []
     for position, action in enumerate(program):
+        # A send goes first: another stage waits for it, and nobody for a reduction.
+        if not isinstance(action, Send):
+            body += waiting
+            waiting = []
         body.append(action)
-        body += [Release(unit) for unit, last in used.items() if last == position]
+        waiting += [Release(unit) for unit, last in used.items() if last == position]
         for unit in (u for u, last in final.items() if last == position):
             for over in schedule.units[unit.stage][unit.index].reductions:
-                (late if over == "tie" else body).append(Reduce(unit, over))
-    return [*gathers, *body, *late]
+                (ties if over == "tie" else waiting).append(Reduce(unit, over))
+    return [*body, *waiting, *ties]
 
 
 def _last(schedule: Schedule, program: Sequence[Action], *, fed: bool) -> dict[UnitKey, int]:

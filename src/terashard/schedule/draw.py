@@ -1,0 +1,233 @@
+"""A schedule as a picture for the terminal: one lane per rank, time from left to right.
+
+    step    0    5    10   15
+    rank 0  F0 F1 F2 F3 ·  ·  B3 B2 B1 B0
+    rank 1  ·  F0 F1 F2 F3 B3 B2 B1 B0 ·
+
+The picture is of an ideal machine: a forward takes as many steps as its cell has tokens, counted in
+those of the smallest cell, a backward ``Scale.backward`` times as many, everything else no time,
+and every action starts as soon as its rank is free and what it needs is done. What machines really
+do is another matter; this shows the order.
+
+``print(picture)`` is plain text; ``rich`` prints the same in colour, one colour per micro-batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from terashard.schedule.actions import BACKWARD, KIND, Backward, Cell, Forward, Grid
+from terashard.schedule.check import check
+from terashard.schedule.compile import Program
+from terashard.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+Piece: TypeAlias = tuple[str, str]
+"""Characters, and the style that rich gives them."""
+
+_COLOURS = (
+    ("#a5d8ff", "#1971c2"),
+    ("#ffd8a8", "#d9480f"),
+    ("#b2f2bb", "#2b8a3e"),
+    ("#eebefa", "#9c36b5"),
+    ("#ffec99", "#a66d00"),
+    ("#99e9f2", "#0c8599"),
+)
+"""Of each micro-batch in turn: behind forward cells, behind backward cells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large a picture is; with the same ``work`` and ``letters``, two can be compared."""
+
+    width: int = 100
+    """Letters in a line; what is wider is cut off, with a note."""
+    backward: int = 1
+    """Steps of a backward cell where the forward takes one."""
+    work: int | None = None
+    """Sequences x tokens of one step; by default those of the smallest cell."""
+    letters: int | None = None
+    """Letters of one step; by default as many as the labels need and the width allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A cell on the time axis, from ``start`` to ``end`` steps."""
+
+    cell: Cell
+    forward: bool
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn schedule: text by ``str``, in colour by ``rich``."""
+
+    lanes: tuple[tuple[Box, ...], ...]
+    """What every rank computes, in order."""
+    rows: tuple[tuple[Piece, ...], ...]
+    """Lines of the drawing."""
+
+    @property
+    def steps(self) -> float:
+        """Length of the schedule."""
+        return max(box.end for lane in self.lanes for box in lane)
+
+    @property
+    def busy(self) -> float:
+        """Part of all ranks' time in which they compute."""
+        work = sum(box.end - box.start for lane in self.lanes for box in lane)
+        return work / (self.steps * len(self.lanes))
+
+    def __str__(self) -> str:
+        return "\n".join("".join(text for text, _ in row).rstrip() for row in self.rows)
+
+    def __rich__(self) -> "Text":
+        """The same in colour."""
+        from rich.text import Text
+
+        lines = [Text.assemble(*row) for row in self.rows]
+        for line in lines:
+            line.rstrip()
+        return Text("\n", no_wrap=True, overflow="crop").join(lines)
+
+
+def draw(schedule: Schedule, scale: Scale | None = None) -> Picture:
+    """Draw a schedule that ``check`` accepts."""
+    scale = scale or Scale()
+    lanes = _lanes(schedule, check(schedule), scale)
+    canvas = _Canvas(schedule.grid, lanes, scale)
+    rows = [canvas.axis(), *(canvas.lane(rank, lane) for rank, lane in enumerate(lanes))]
+    return Picture(lanes, tuple(map(tuple, [*rows, *canvas.notes()])))
+
+
+def _lanes(schedule: Schedule, program: Program, scale: Scale) -> tuple[tuple[Box, ...], ...]:
+    duration = _durations(schedule, program, scale)
+    starts = _starts(program, duration)
+    lanes: list[list[Box]] = [[] for _ in range(schedule.grid.ranks)]
+    for position in np.flatnonzero(duration > 0).tolist():
+        action, lane = program.at(position), lanes[int(program.rank[position])]
+        assert isinstance(action, Forward | Backward)
+        start, end = float(starts[position]), float(starts[position] + duration[position])
+        box = Box(action.cell, isinstance(action, Forward), start, end)
+        # Segments of one cell that follow each other are one box.
+        if lane and (lane[-1].cell, lane[-1].forward, lane[-1].end) == (
+            box.cell,
+            box.forward,
+            start,
+        ):
+            box = Box(box.cell, box.forward, lane.pop().start, end)
+        lane.append(box)
+    return tuple(map(tuple, lanes))
+
+
+def _durations(schedule: Schedule, program: Program, scale: Scale) -> NDArray[np.float64]:
+    """Steps of every action."""
+    partition = schedule.grid.partition
+    work = scale.work or min(m.sequences * min(m.slices) for m in partition)
+    duration = np.zeros(len(program))
+    for position in np.flatnonzero(program.columns[:, KIND] <= BACKWARD).tolist():
+        action = program.at(position)
+        assert isinstance(action, Forward | Backward)
+        cell, micro = action.cell, partition[action.cell.micro]
+        steps = micro.sequences * micro.slices[cell.slice] / work / schedule.segments(cell)
+        duration[position] = steps * (scale.backward if isinstance(action, Backward) else 1)
+    return duration
+
+
+def _starts(program: Program, duration: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Earliest start of every action: after the one before it on its rank, and after its needs."""
+    needs: list[list[int]] = [[] for _ in range(len(program))]
+    for action, need in zip(program.action.tolist(), program.need.tolist(), strict=True):
+        needs[action].append(need)
+    end = [-1.0] * len(program)
+    pointer, stops = program.offsets[:-1].tolist(), program.offsets[1:].tolist()
+    free = [0.0] * len(pointer)
+    while pointer != stops:
+        for rank, stop in enumerate(stops):
+            while (at := pointer[rank]) < stop and all(end[need] >= 0 for need in needs[at]):
+                ready = max((end[need] for need in needs[at]), default=0.0)
+                free[rank] = end[at] = max(free[rank], ready) + float(duration[at])
+                pointer[rank] += 1
+    return np.array(end) - duration
+
+
+class _Canvas:
+    """Turns steps into letters."""
+
+    def __init__(self, grid: Grid, lanes: Iterable[Iterable[Box]], scale: Scale) -> None:
+        boxes = [box for lane in lanes for box in lane]
+        self.steps = max(box.end for box in boxes)
+        self.margin = len(f"rank {grid.ranks - 1}  ")
+        smallest = min(box.end - box.start for box in boxes)
+        smallest = smallest if scale.letters is None else min(1.0, smallest)
+        room = scale.width - self.margin
+        for self.label, length in _labels(grid):
+            self.letters = scale.letters or int(np.ceil((length + 1) / smallest))
+            if length < smallest * self.letters and self.steps * self.letters <= room + 1:
+                break
+        self.shown = min(self.steps, room // self.letters)
+        self.grid = grid
+
+    def axis(self) -> Iterator[Piece]:
+        """The numbers of steps."""
+        yield "step".ljust(self.margin), "dim"
+        every = 5 if self.letters < 10 else 1
+        for step in range(0, int(np.ceil(self.shown)), every):
+            yield str(step).ljust(min(every, int(np.ceil(self.shown)) - step) * self.letters), "dim"
+
+    def lane(self, rank: int, boxes: Iterable[Box]) -> Iterator[Piece]:
+        """One rank: its cells, and dots for the steps between."""
+        yield f"rank {rank}".ljust(self.margin), "bold"
+        now = 0.0
+        for box in boxes:
+            if box.start >= self.shown:
+                break
+            yield from self._idle(now, box.start)
+            yield from self._cell(box)
+            now = box.end
+        yield from self._idle(now, self.shown)
+
+    def notes(self) -> Iterator[list[Piece]]:
+        """What a reader must be told."""
+        if self.shown < self.steps:
+            text = f"the first {self.shown:g} of {self.steps:g} steps; a wider picture shows more"
+            yield [(f"… {text}", "dim")]
+
+    def _at(self, step: float) -> int:
+        return int(min(step, self.shown) * self.letters + 0.5)
+
+    def _idle(self, start: float, end: float) -> Iterator[Piece]:
+        dots = (
+            "·" if x % self.letters == 0 else " " for x in range(self._at(start), self._at(end))
+        )
+        yield "".join(dots), "dim"
+
+    def _cell(self, box: Box) -> Iterator[Piece]:
+        width = self._at(box.end) - self._at(box.start)
+        text = ("F" if box.forward else "B") + self.label(box.cell)
+        light, dark = _COLOURS[box.cell.micro % len(_COLOURS)]
+        style = f"black on {light}" if box.forward else f"bold white on {dark}"
+        yield text[: width - 1].ljust(width - 1, "─"), style
+        yield " ", ""
+
+
+def _labels(grid: Grid) -> Iterator[tuple[Callable[[Cell], str], int]]:
+    """Ways to write a cell on its rank, the clearest first, each with its length behind F or B."""
+    micro, index = len(str(grid.num_micros - 1)), len(str(max(grid.num_slices) - 1))
+    if grid.chunks > 1:
+        yield str, len(str(grid.num_stages - 1)) + micro + index + 3
+        return
+    yield (lambda cell: f"{cell.micro}.{cell.slice}"), micro + index + 2
+    if grid.num_micros == 1:
+        yield (lambda cell: f"{cell.slice}"), index + 1
+    elif max(grid.num_slices) == 1:
+        yield (lambda cell: f"{cell.micro}"), micro + 1
+    elif micro == index == 1:
+        yield (lambda cell: f"{cell.micro}{cell.slice}"), 3

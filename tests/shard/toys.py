@@ -122,9 +122,21 @@ class Rank:
         slots: Mapping[str, int] | None = None,
     ) -> "Rank":
         mesh = Mesh.of_threads(world, rank, shards=shards, replicas=world.size // shards)
-        self = cls(mesh, named_modules(tied=tied, dtype=precision.master))
-        self.units = make_units(self.named, mesh=mesh, precision=precision, ties={}, slots=slots)
-        return self
+        return cls.on(mesh, precision=precision, tied=tied, slots=slots)
+
+    @classmethod
+    def on(
+        cls,
+        mesh: Mesh,
+        *,
+        precision: Precision = FLOAT64,
+        tied: bool = False,
+        slots: Mapping[str, int] | None = None,
+    ) -> "Rank":
+        named = named_modules(tied=tied, dtype=precision.master)
+        return cls(
+            mesh, named, make_units(named, mesh=mesh, precision=precision, ties={}, slots=slots)
+        )
 
     def rows(self, whole: Tensor) -> Tensor:
         """This data-parallel rank's part of a batch."""

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from terashard.shard.unit import ShardUnit
 
-_BLOCK = 1 << 15
-"""Elements that are widened at a time: a float64 copy of a block stays in the cache."""
+_BLOCK = 512
+"""Elements that are summed in the gradients' own format; the blocks are summed in float64.
+
+As fast as a plain float32 norm, but its error does not grow with the length.
+"""
 
 
 def squared_norm(units: Sequence[ShardUnit], *, count_ties: bool) -> Tensor:
@@ -51,12 +54,8 @@ def _counted(unit: ShardUnit, count_ties: bool) -> Iterator[Tensor]:
 
 
 def _square(rows: Tensor) -> Tensor:
-    if rows.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
-        return norm.square()
-    # Widening block by block is six times as fast here as a norm with a wider dtype.
-    total = torch.zeros((), dtype=torch.float64)
-    for block in torch.split(rows.reshape(-1), _BLOCK):
-        wide = block.double()
-        total += torch.dot(wide, wide)
-    return total
+    flat = rows.reshape(-1)
+    whole = flat.numel() // _BLOCK * _BLOCK
+    norms: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _BLOCK), dim=1)
+    rest: Tensor = torch.linalg.vector_norm(flat[whole:])
+    return norms.double().square().sum() + rest.double().square()

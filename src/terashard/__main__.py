@@ -1,4 +1,4 @@
-"""``python -m terashard`` and ``torchrun -m terashard`` do what the command ``terashard`` does."""
+"""``python -m terashard``, and ``torchrun -m terashard``."""
 
 from terashard.cli.main import entry
 

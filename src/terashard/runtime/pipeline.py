@@ -46,12 +46,13 @@ class StepResult:
     """What one step did, the same on every rank but for the timeline.
 
     ``loss`` is the mean over ``tokens``, the target tokens of all ranks; ``gradient_norm`` goes over all parameters, tied
-    ones counted once; ``signals`` are the sums over all ranks of what each passed in; ``timeline`` is this rank's.
+    ones counted once; ``idle_share`` is the part of all ranks' time in which they did not compute; ``signals`` are the sums over all ranks of what each passed in; ``timeline`` is this rank's.
     """
 
     loss: float
     tokens: int
     gradient_norm: float
+    idle_share: float
     signals: tuple[float, ...]
     timeline: Timeline
 
@@ -105,11 +106,15 @@ class Pipeline:
         norm = squared_norm(self.units, count_ties=self._stage.index == 0)
         if self.mesh.coordinates.replica > 0:
             norm.zero_()
-        loss, square, *summed = self._sum([self._stage.loss_sum, norm, *signals])
+        times = timeline.busy(self._stage.index), timeline.seconds
+        loss, square, busy, seconds, *summed = self._sum(
+            [self._stage.loss_sum, norm, *times, *signals]
+        )
         return StepResult(
             loss=loss,
             tokens=count,
             gradient_norm=square**0.5,
+            idle_share=1.0 - busy / seconds,
             signals=tuple(summed),
             timeline=timeline,
         )
@@ -136,6 +141,10 @@ class Pipeline:
     def ties(self) -> Mapping[str, str]:
         """Parameters of this stage that always equal a parameter of another stage: here → there."""
         return self._ties
+
+    def canonical(self, name: str) -> str:
+        """The name of a parameter on the first stage that has it: a tied weight has one name."""
+        return self._ties.get(name, name) if self._stage.index else name
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients, to clip them by their norm."""

@@ -107,8 +107,10 @@ def test_training_and_held_out_windows_share_no_token(tmp_path: Path) -> None:
         ((), 0.0, 1000),
         ((870, 940), 0.1, 870),  # the nearest beginning of a document
         ((860, 920), 0.1, 920),
-        ((100, 200), 0.1, 900),  # too far: eight times as much
-        ((960,), 0.1, 900),  # too far: less than half
+        ((100, 200), 0.1, 900),  # nothing would be held out
+        ((960,), 0.1, 900),  # less than half would be held out
+        ((820,), 0.1, 820),
+        ((), 0.95, 50),
         ((100, 200), 0.0, 1000),
         ((100,), 0.95, 100),
     ],

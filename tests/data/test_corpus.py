@@ -40,6 +40,7 @@ def test_a_folder_is_read_recursively_sorted_and_without_hidden_entries(tmp_path
 
 def test_files_keep_the_given_order_and_count_once(tmp_path: Path) -> None:
     second, first = write(tmp_path / "2.txt", "two"), write(tmp_path / "1.txt", "one")
+    (tmp_path / "link.txt").symlink_to(first)
     assert list(texts(load_corpus([second, first, tmp_path]))) == ["2.txt", "1.txt"]
 
 

@@ -71,6 +71,13 @@ def test_a_tokenizer_file_gives_the_ids_of_the_tokenizers_library(sources: Path)
     assert (folder.path / "tokenizer.json").read_bytes() == path.read_bytes()
 
 
+def test_a_document_without_tokens_is_left_out(tmp_path: Path) -> None:
+    word_tokenizer(tmp_path / "tokenizer.json", 9)
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n{"text": "   "}\n{"text": "w2 w3"}\n')
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", tokenizer=tmp_path)
+    assert TokenFolder.open(tmp_path / "out").documents.tolist() == [0, 1, 3]
+
+
 def test_a_separator_ends_every_document(sources: Path) -> None:
     path = sources.parent / "tokenizer.json"
     end = trained_tokenizer(path, TEXTS).token_to_id("<end>")

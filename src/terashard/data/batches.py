@@ -122,33 +122,37 @@ def batch(source: SequenceSource, first_sample: int, sequences: int, rows: range
             f"rows {rows.start} to {rows.stop} were asked of a batch of {sequences} sequences;"
             " every rank takes a run of rows inside the batch"
         )
-    windows = np.empty((len(rows), source.length + 1), dtype=np.int64)  # [B, N+1]
+    tokens = np.empty((len(rows), source.length), dtype=np.int64)  # [B, N]
+    targets = np.empty_like(tokens)
     for at, row in enumerate(rows):
-        windows[at] = source.window(first_sample + row)
-    vocab_size = source.folder.vocab_size
-    if windows.size and windows.max() >= vocab_size:
-        raise DataError(
-            f"{source.folder.path} holds token id {windows.max()}, outside its vocabulary 0 to"
-            f" {vocab_size - 1}; the folder is damaged: prepare the data again"
-        )
-    both = torch.from_numpy(windows)
-    return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+        window = source.window(first_sample + row)  # [N+1]
+        tokens[at], targets[at] = window[:-1], window[1:]
+    _check_ids(source.folder, max(tokens.max(initial=0), targets.max(initial=0)))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(targets))
 
 
 def held_out(folder: TokenFolder, part: float) -> tuple[range, range]:
     """Token ranges (training, held out), disjoint: the last ``part`` of the tokens is held out.
 
     The cut moves to the nearest beginning of a document, unless that would hold out less than half
-    or more than twice of what was asked.
+    of what was asked (then it stays inside a document).
     """
     if not 0.0 <= part < 1.0:
         raise DataError(f"data.held_out is {part}; it must lie in [0, 1)")
     total = folder.info.tokens
     asked = round(total * part)
     cut = _nearest(folder.documents, total - asked)
-    if not asked <= 2 * (total - cut) <= 4 * asked or not cut:
+    if 2 * (total - cut) < asked or not cut:
         cut = total - asked
     return range(cut), range(cut, total)
+
+
+def _check_ids(folder: TokenFolder, largest: int) -> None:
+    if largest >= folder.vocab_size:
+        raise DataError(
+            f"{folder.path} holds token id {largest}, outside its vocabulary 0 to"
+            f" {folder.vocab_size - 1}; the folder is damaged: prepare the data again"
+        )
 
 
 def _nearest(offsets: NDArray[np.int64], position: int) -> int:

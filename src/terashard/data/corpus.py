@@ -25,7 +25,10 @@ from terashard.errors import DataError
 SUFFIXES = (".jsonl", ".md", ".py", ".rst", ".txt")
 """What is read of a folder; everything but .jsonl is plain text."""
 
-_NOT_LIBRARY = {"test", "tests", "idlelib", "turtledemo", "site-packages", "dist-packages"}
+_SKIPPED = frozenset({"__pycache__"})
+_NOT_LIBRARY = _SKIPPED | frozenset(
+    ("test", "tests", "idlelib", "turtledemo", "site-packages", "dist-packages")
+)
 _GENERATED = re.compile(r"_sysconfigdata_.*|_sysconfig_vars_.*")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -163,10 +166,8 @@ def standard_library_sources() -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     corpus = [
         source
-        for source in (_walk(root) if root.is_dir() else ())
-        if source.path.suffix == ".py"
-        and not _NOT_LIBRARY.intersection(Path(source.name).parent.parts)
-        and not _GENERATED.fullmatch(source.path.stem)
+        for source in (_walk(root, _NOT_LIBRARY) if root.is_dir() else ())
+        if source.path.suffix == ".py" and not _GENERATED.fullmatch(source.path.stem)
     ]
     if not corpus:
         raise DataError(
@@ -202,11 +203,11 @@ def _sources_of(path: Path) -> Iterator[Source]:
         yield Source(path.name, path)
 
 
-def _walk(root: Path) -> Iterator[Source]:
-    """Readable files below ``root``, sorted by relative name."""
+def _walk(root: Path, skipped: frozenset[str] = _SKIPPED) -> Iterator[Source]:
+    """Files of known kinds below ``root``, sorted by relative name, outside ``skipped`` folders."""
     names = []
     for folder, below, files in os.walk(root, onerror=_refuse):
-        below[:] = [name for name in below if name[0] != "." and name != "__pycache__"]
+        below[:] = [name for name in below if name[0] != "." and name not in skipped]
         for name in files:
             if name[0] != "." and name.endswith(SUFFIXES):
                 names.append((Path(folder) / name).relative_to(root).as_posix())

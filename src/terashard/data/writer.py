@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -57,8 +57,9 @@ class TokenWriter:
         self.tokens = self.documents = self.text_bytes = self.replaced = 0
         self._dtype = dtype
         self._digest = blake2b(digest_size=16)
-        self._ids = (folder / "tokens.bin").open("wb", buffering=_BUFFER)
-        self._offsets = (folder / "documents.npy").open("wb", buffering=_BUFFER)
+        self._files = ExitStack()
+        self._ids = self._open(folder / "tokens.bin")
+        self._offsets = self._open(folder / "documents.npy")
 
     def __enter__(self) -> Self:
         _write_header(self._offsets, 0)
@@ -66,12 +67,10 @@ class TokenWriter:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        try:
+        with self._files:
             if failure[0] is None:
                 self._offsets.seek(0)
                 _write_header(self._offsets, self.documents + 1)
-        finally:
-            _close(self._ids, self._offsets, quiet=failure[0] is not None)
 
     def append(self, documents: Sequence[Document], ids: Sequence[NDArray[np.integer]]) -> None:
         """Add documents with their ids; a document without any is left out."""
@@ -90,21 +89,12 @@ class TokenWriter:
         """blake2b of all ids so far."""
         return self._digest.hexdigest()
 
+    def _open(self, path: Path) -> BinaryIO:
+        return self._files.enter_context(path.open("wb", buffering=_BUFFER))
+
 
 def _write_header(file: BinaryIO, count: int) -> None:
     npy.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
-
-
-def _close(*files: BinaryIO, quiet: bool) -> None:
-    """Close all. On a full disk closing fails too: ``quiet`` keeps that from hiding the cause."""
-    failure: OSError | None = None
-    for file in files:
-        try:
-            file.close()
-        except OSError as error:
-            failure = failure or error
-    if failure is not None and not quiet:
-        raise failure
 
 
 def _sync(path: Path) -> None:

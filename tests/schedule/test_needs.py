@@ -1,0 +1,172 @@
+"""The needs of every action against the mathematics, written down a second time."""
+
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from terashard.schedule.actions import (
+    Action,
+    Backward,
+    Cell,
+    Forward,
+    Gather,
+    Grid,
+    Receive,
+    Reduce,
+    Release,
+    Send,
+    UnitKey,
+)
+from terashard.schedule.check import expected
+from terashard.schedule.compile import Program, compile_schedule
+from terashard.schedule.lower import insert_transfers
+from terashard.schedule.needs import needs, reduction_before, units_fed, units_used
+from terashard.schedule.schedule import Schedule, Unit
+from tests.helpers.schedules import (
+    SAME_EVERY_TIME,
+    grids,
+    schedules,
+    stage_after_stage,
+    virtual_grids,
+)
+
+
+def mathematics(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """What ``action`` needs, read off the recursions of a causal pipeline."""
+    match action:
+        case Forward(cell, 0):
+            yield from before_forward(schedule, cell)
+        case Forward(cell, k):
+            yield Forward(cell, k - 1)
+        case Backward(cell, k) if k < schedule.segments(cell) - 1:
+            yield Backward(cell, k + 1)
+        case Backward(cell, k):
+            yield Forward(cell, k)
+            yield from before_backward(schedule, cell)
+        case Send(cell, to):
+            yield last_forward(schedule, cell) if to > cell.stage else Backward(cell, 0)
+        case Receive(Cell(s, m, t), source):
+            yield Send(Cell(source, m, t), s)
+
+
+def before_forward(schedule: Schedule, cell: Cell) -> Iterator[Action]:
+    s, m, t = cell.stage, cell.micro, cell.slice
+    if t > 0:
+        yield last_forward(schedule, Cell(s, m, t - 1))
+    if s > 0 and same_rank(schedule, s, s - 1):
+        yield last_forward(schedule, Cell(s - 1, m, t))
+    elif s > 0:
+        yield Receive(cell, s - 1)
+
+
+def before_backward(schedule: Schedule, cell: Cell) -> Iterator[Action]:
+    s, m, t = cell.stage, cell.micro, cell.slice
+    if t < schedule.grid.num_slices[m] - 1:
+        yield Backward(Cell(s, m, t + 1), 0)
+    if s < schedule.grid.num_stages - 1 and same_rank(schedule, s, s + 1):
+        yield Backward(Cell(s + 1, m, t), 0)
+    elif s < schedule.grid.num_stages - 1:
+        yield Receive(cell, s + 1)
+
+
+def last_forward(schedule: Schedule, cell: Cell) -> Forward:
+    return Forward(cell, schedule.segments(cell) - 1)
+
+
+def same_rank(schedule: Schedule, stage: int, other: int) -> bool:
+    return schedule.grid.rank_of(stage) == schedule.grid.rank_of(other)
+
+
+def edges(program: Program) -> list[tuple[Action, Action]]:
+    pairs = zip(program.action.tolist(), program.need.tolist(), strict=True)
+    return [(program.at(action), program.at(need)) for action, need in pairs]
+
+
+def of_table(pairs: list[tuple[Action, Action]]) -> list[tuple[Action, Action]]:
+    """Edges that no parameter is part of."""
+    about_units = Gather | Release | Reduce
+    return [p for p in pairs if not isinstance(p[0], about_units) | isinstance(p[1], about_units)]
+
+
+def agree(schedule: Schedule) -> None:
+    wanted = [(a, need) for a in expected(schedule) for need in mathematics(schedule, a)]
+    for action in expected(schedule):
+        assert set(needs(schedule, action)) == set(mathematics(schedule, action))
+    program = compile_schedule(schedule)
+    assert program.missing == ()
+    assert sorted(map(str, of_table(edges(program)))) == sorted(map(str, wanted))
+
+
+@SAME_EVERY_TIME
+@given(schedules())
+def test_needs_and_compiled_edges_are_those_of_the_mathematics(schedule):
+    agree(schedule)
+
+
+@SAME_EVERY_TIME
+@given(virtual_grids())
+def test_virtual_stages_on_one_rank_need_each_other_without_transfers(grid):
+    agree(insert_transfers(stage_after_stage(grid)))
+
+
+@SAME_EVERY_TIME
+@given(schedules())
+def test_edges_of_parameters_follow_every_unit_through_the_program(schedule):
+    program = compile_schedule(schedule)
+    found = set(edges(program)) - set(of_table(edges(program)))
+    wanted: set[tuple[Action, Action]] = set()
+    for actions in schedule:
+        for position, action in enumerate(actions):
+            before = actions[:position]
+            match action:
+                case Forward(cell) | Backward(cell):
+                    for index in units_used(schedule, action):
+                        gathers = [a for a in before if a == Gather(UnitKey(cell.stage, index))]
+                        wanted |= {(action, gather) for gather in gathers[-1:]}
+                case Release(unit):
+                    wanted |= {(action, a) for a in before if has(schedule, a, unit, units_used)}
+                case Reduce(unit, over):
+                    sums = schedule.units[unit.stage][unit.index].reductions
+                    first = reduction_before(over, sums)
+                    feeders = {a for a in before if has(schedule, a, unit, units_fed)}
+                    wanted |= {(action, a) for a in (feeders if first is None else ())}
+                    wanted |= {(action, Reduce(unit, first))} if first is not None else set()
+    assert found == wanted
+
+
+def has(schedule: Schedule, action: Action, unit: UnitKey, units: object) -> bool:
+    on_stage = isinstance(action, Forward | Backward) and action.cell.stage == unit.stage
+    return on_stage and unit.index in units(schedule, action)
+
+
+@SAME_EVERY_TIME
+@given(grids, st.data())
+def test_a_need_that_is_not_there_is_listed_as_missing(grid: Grid, data: st.DataObject):
+    schedule = insert_transfers(stage_after_stage(grid))
+    rank = data.draw(st.integers(0, grid.ranks - 1))
+    programs = list(schedule)
+    gone = programs[rank].pop(data.draw(st.integers(0, len(programs[rank]) - 1)))
+    program = compile_schedule(schedule.with_actions(programs))
+    wanted = {a for actions in programs for a in actions if gone in mathematics(schedule, a)}
+    assert {program.at(position) for position, _ in program.missing} == wanted
+
+
+def test_a_head_is_used_and_fed_by_forward_cells_only():
+    units = ((Unit("embed"), Unit("layer"), Unit("head", head=True)),)
+    cell, cuts = Cell(0, 0, 0), {Cell(0, 0, 0): (1,)}
+    schedule = Schedule.of(Grid.uniform(1, 1, 2), [[]], units=units, cuts=cuts)
+    whole = Cell(0, 0, 1)
+    assert units_used(schedule, Forward(whole)) == range(0, 3)
+    assert units_used(schedule, Backward(whole)) == range(0, 2)
+    assert units_fed(schedule, Forward(whole)) == range(2, 3)
+    assert units_fed(schedule, Backward(whole)) == range(0, 2)
+    assert units_used(schedule, Forward(cell, 0)) == range(0, 1)
+    assert units_used(schedule, Forward(cell, 1)) == range(1, 3)
+    assert units_used(schedule, Backward(cell, 1)) == range(1, 2)
+
+
+def test_shards_are_summed_before_replicas_and_replicas_before_ties():
+    sums = ("shard", "replica", "tie")
+    assert [reduction_before(over, sums) for over in sums] == [None, "shard", "replica"]
+    assert reduction_before("tie", ("shard", "tie")) == "shard"

@@ -121,6 +121,14 @@ REFUSED = {
         "[train]\nlr = 3.0",
         r"^run.toml, line 2: train.lr is unknown; did you mean optimizer.lr\?",
     ),
+    "right key, although a key nearby looks alike": (
+        "[train]\nstages = 2",
+        r"^run.toml, line 2: train.stages is unknown; did you mean parallel.stages\?",
+    ),
+    "boolean for a fraction": (
+        "[optimizer]\nlr = true",
+        r"^run.toml, line 2: optimizer.lr is true; it must be a number$",
+    ),
     "unknown key without a near one": (
         "[train]\nqqqqqq = 3",
         r"^run.toml, line 2: train.qqqqqq is unknown; \[train\] allows steps, tokens, epochs",

@@ -10,7 +10,17 @@ from terashard.errors import RunError
 from terashard.nn import attention
 from terashard.nn.attention import attend, self_check
 from terashard.nn.carry import KeyValueCarry
-from terashard.nn.kernels import CPU_FLASH, MATH, Attended, Backend, Gradients, Operands, choose
+from terashard.nn.kernels import (
+    CPU_FLASH,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    MATH,
+    Attended,
+    Backend,
+    Gradients,
+    Operands,
+    choose,
+)
 from terashard.nn.protocols import TokenSlice
 from tests.nn.witness import slices_of
 
@@ -79,12 +89,28 @@ def test_a_whole_sequence_needs_no_carry_and_leaves_a_given_one_empty(kv_heads: 
         carry.read(LENGTH)
 
 
-def test_a_cotangent_without_strides_is_read_right() -> None:
-    leaves = [x.requires_grad_() for x in operands(2)[:3]]
-    attend(*leaves, None, slices_of([LENGTH])[0]).sum().backward()
-    expected = torch.autograd.grad(plain(*leaves).sum(), leaves)
-    for leaf, want in zip(leaves, expected, strict=True):
-        torch.testing.assert_close(leaf.grad, want, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "cotangent"])
+def test_channels_apart_in_memory_are_read_right(which: int) -> None:
+    drawn = operands(2)
+    expected = in_slices(drawn, [4, 7])
+    drawn[which] = drawn[which].mT.contiguous().mT
+    for got, want in zip(in_slices(drawn, [4, 7]), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("backend", [CUDA_FLASH, CUDA_EFFICIENT], ids=lambda b: b.name)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_cuda_operators_take_and_give_these_shapes(backend: Backend, kv_heads: int) -> None:
+    """Only on meta: arguments and shapes, no values."""
+    query, key, value, cotangent = (x.to("meta") for x in operands(kv_heads, torch.bfloat16))
+    ops = Operands(query[:, :, 4:], key, value, 4)
+    attended = backend.forward(ops)
+    assert attended.output.shape == ops.query.shape
+    gradients = backend.backward(cotangent[:, :, 4:], ops, attended)
+    assert gradients.query.shape == ops.query.shape
+    assert gradients.prefix is not None
+    assert all(x.shape == (2, kv_heads, 4, 8) for x in gradients.prefix)
+    assert all(x.shape == (2, kv_heads, 7, 8) for x in gradients.own)
 
 
 def test_autograd_keeps_neither_keys_nor_values_of_a_slice() -> None:

@@ -1,12 +1,14 @@
 """The operators of a layer: hand-written backwards, positions, float32 inside bfloat16."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from terashard.errors import DataError
-from terashard.nn.block import Block
+from terashard.nn.block import Block, new_norm
 from terashard.nn.carry import KeyValueCarry
 from terashard.nn.embedding import TokenEmbedding
 from terashard.nn.mlp import _SiluProduct
@@ -45,6 +47,14 @@ def test_rms_norm_computes_in_float32_under_bfloat16() -> None:
     # float32 sums over 128 rows, rounded once: bfloat16 sums would be off by percents
     total = 2 * exact.square().sum((0, 1))
     assert float(((norm.weight.grad.double() - total) / total).abs().max()) < 0.01
+
+
+def test_layer_norm_computes_in_float32_under_bfloat16() -> None:
+    norm = new_norm(replace(GPT2, hidden_size=512), None).to(torch.bfloat16)
+    x = (draw(2, 64, 512) + 100).to(torch.bfloat16)
+    exact = F.layer_norm(x.double(), (512,))
+    error = (norm(x).detach().double() - exact).abs()
+    assert bool((error <= exact.abs() * 2**-8 + 1e-3).all())
 
 
 def test_gated_product_has_the_gradient_of_its_formula() -> None:

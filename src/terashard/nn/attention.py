@@ -11,7 +11,7 @@ This is right when the slices of a sequence run forward upward and backward down
 to that.
 
 Shapes: query [B, H, n, D], key and value [B, H_kv, n, D], output [B, H, n, D].
-Source: TeraPipe (arXiv:2102.07988), section 3.
+Source: TeraPipe (arXiv:2102.07988).
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,8 @@ A recurrent layer leaves a state: an output of slice ``t`` that only slice ``t +
 crosses the cut as a detached leaf, whose gradient becomes one more root of slice ``t``'s backward.
 
 Shapes: B sequences, H_kv key/value heads, N tokens of the whole sequence, n of this slice, D head
-width. Source: TeraPipe (arXiv:2102.07988).
+width.
+Source: TeraPipe (arXiv:2102.07988).
 """
 
 from collections.abc import Sequence

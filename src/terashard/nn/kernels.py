@@ -13,8 +13,8 @@ and the *global* ``o`` and ``z``,
 is right for every part of the keys by itself.
 
 Shapes: B sequences, H query heads, H_kv key/value heads (H a multiple), n tokens of the slice, p
-before it, D head width. query [B, H, n, D]; key, value [B, H_kv, p + n, D]; z [B, H, n]. Source:
-FlashAttention-2 (arXiv:2307.08691).
+before it, D head width. query [B, H, n, D]; key, value [B, H_kv, p + n, D]; z [B, H, n].
+Source: FlashAttention-2 (arXiv:2307.08691).
 """
 
 from collections.abc import Callable

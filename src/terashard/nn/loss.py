@@ -62,33 +62,38 @@ class _CrossEntropy(torch.autograd.Function):
         capped = logits
         if how.soft_cap is not None:
             capped = (logits.to(wide) / how.soft_cap).tanh_().mul_(how.soft_cap)
-        at, smoothing, words = labels.unsqueeze(-1), how.label_smoothing, logits.shape[-1]
+        at, dropped = labels.unsqueeze(-1), ~kept.unsqueeze(-1)  # [T, 1]
         log_p = capped.log_softmax(-1, dtype=wide)
         picked = log_p.gather(-1, at)
-        z = capped.gather(-1, at) - picked  # [T, 1]
-        loss = picked * (smoothing - 1)
-        if smoothing:
-            loss -= smoothing * log_p.mean(-1, keepdim=True)
+        z = capped.gather(-1, at) - picked
+        loss = picked * (how.label_smoothing - 1)
+        if how.label_smoothing:
+            loss -= how.label_smoothing * log_p.mean(-1, keepdim=True)
         if how.z_loss:
             loss += how.z_loss * z.square()
         if ctx.needs_input_grad[0]:
-            gradient = log_p.exp_()
-            if how.z_loss:
-                gradient *= 1 + 2 * how.z_loss * z
-            if smoothing:
-                gradient -= smoothing / words
-            gradient.scatter_add_(-1, at, gradient.new_full((1, 1), smoothing - 1).expand_as(at))
+            gradient = _gradient_(log_p, at, z, how)
             if how.soft_cap is not None:
                 gradient.addcmul_(gradient, capped.div_(how.soft_cap).square_(), value=-1)
-            gradient.masked_fill_(~kept.unsqueeze(-1), 0)
-            ctx.save_for_backward(gradient.to(logits.dtype))
-        return loss.squeeze(-1).masked_fill_(~kept, 0).sum()
+            ctx.save_for_backward(gradient.masked_fill_(dropped, 0).to(logits.dtype))
+        return loss.masked_fill_(dropped, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad, None, None, None
+
+
+def _gradient_(log_p: Tensor, at: Tensor, z: Tensor, how: CrossEntropy) -> Tensor:
+    """Turn log-probabilities [T, V] into the gradient of the capped logits, in place."""
+    gradient = log_p.exp_()
+    if how.z_loss:
+        gradient *= 1 + 2 * how.z_loss * z
+    if how.label_smoothing:
+        gradient -= how.label_smoothing / gradient.shape[-1]
+    target = gradient.new_full((1, 1), how.label_smoothing - 1).expand_as(at)
+    return gradient.scatter_add_(-1, at, target)
 
 
 def loss_and_gradient(

@@ -1,7 +1,7 @@
 r"""The two feed-forward halves of a layer.
 
-SwiGLU: ``y = W_down (silu(W_gate x) · W_up x)``. GELU, in GPT-2's tanh form: ``y = W_down gelu(W_up
-x + b) + b'``.
+    SwiGLU:  y = W_down (silu(W_gate x) · W_up x)
+    GELU:    y = W_down gelu(W_up x + b) + b′,    gelu in GPT-2's tanh form
 
 The product of SwiGLU is an autograd function of its own: it keeps gate and up alone and computes
 ``silu(gate)`` again in the backward, one tensor of [B, n, M] less per layer for a few percent of an

@@ -35,6 +35,13 @@ def test_sums_run_from_the_first_part_to_the_last() -> None:
     assert [part.item() for part in parts] == [1e8, -1e8, 1.0]
 
 
+def test_parts_stay_as_they_are_when_the_sum_lands_in_another_type() -> None:
+    parts, out = [torch.ones(2), torch.ones(2)], torch.empty(2, dtype=torch.bfloat16)
+    sum_in_order(parts, out)
+    assert out.tolist() == [2.0, 2.0]
+    assert parts[0].tolist() == [1.0, 1.0]
+
+
 def test_integers_are_summed_in_their_own_type() -> None:
     big = 2**53 + 1
     out = torch.empty(1, dtype=torch.int64)

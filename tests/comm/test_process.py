@@ -1,5 +1,7 @@
 """Each test starts its processes once and checks many claims in them."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,10 @@ def _all() -> tuple[dist.ProcessGroup, tuple[int, ...]]:
 def _exchange(rank: int) -> None:
     handle, ranks = _all()
     exchange_everything(GlooGroup(handle, ranks, "all"))
+    large, small = torch.zeros(900, 100), [torch.zeros(8, 3) for _ in range(9)]
+    work = GlooGroup(handle, ranks, "all").gather_rows([large, *small])
+    assert len(work.works) == 2 * 2 * (len(ranks) - 1)  # out and in, large and packed, per peer
+    work.wait()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -44,6 +50,26 @@ class _Collectives(NcclGroup):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_collectives_meant_for_nccl_give_the_same(size: int) -> None:
     run_processes(size, _exchange_by_collectives)
+
+
+def _fail(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("broken")
+    dist.barrier()
+
+
+def _die(rank: int) -> None:
+    if rank == 1:
+        os._exit(3)
+    dist.distributed_c10d._get_default_store().get("never")
+
+
+def test_what_ends_a_process_is_raised_where_it_was_started() -> None:
+    with pytest.raises(KeyError, match="broken") as caught:
+        run_processes(2, _fail)
+    assert "rank 1: Traceback (most recent call last):" in str(caught.value.__cause__)
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 3"):
+        run_processes(2, _die)
 
 
 def _leave_or_wait(rank: int) -> str:

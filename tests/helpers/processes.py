@@ -20,7 +20,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-
 PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "terashard.comm.mesh"]
 """Imported once, by the fork server; the first step of any optimizer imports torch._dynamo."""
 

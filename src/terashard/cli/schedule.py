@@ -75,9 +75,7 @@ def _show(arguments: Show) -> int:
     return 0
 
 
-_LEGEND = (
-    "F is a forward cell, B a backward one, then come its micro-batch and slice; a dot is idle."
-)
+_LEGEND = "F is a forward cell, B a backward one, with micro-batch and slice; dots are idle."
 
 
 def _schedule(config: RunConfig, plan: Plan) -> Schedule:

@@ -12,14 +12,13 @@ do is another matter; this shows the order.
 ``print(picture)`` is plain text; ``rich`` prints the same in colour, one colour per micro-batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from terashard.schedule.actions import BACKWARD, KIND, Backward, Cell, Forward, Grid
+from terashard.schedule.actions import Action, Backward, Cell, Forward, Grid
 from terashard.schedule.check import check
 from terashard.schedule.compile import Program
 from terashard.schedule.schedule import Schedule
@@ -61,8 +60,12 @@ class Box:
 
     cell: Cell
     forward: bool
-    start: float
-    end: float
+    start: Fraction
+    end: Fraction
+
+    def continues_in(self, other: "Box") -> bool:
+        """Whether ``other`` goes on with the same cell where this one ends."""
+        return (self.cell, self.forward, self.end) == (other.cell, other.forward, other.start)
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,13 @@ class Picture:
     @property
     def steps(self) -> float:
         """Length of the schedule."""
-        return max(box.end for lane in self.lanes for box in lane)
+        return float(max(box.end for lane in self.lanes for box in lane))
 
     @property
     def busy(self) -> float:
         """Part of all ranks' time in which they compute."""
         work = sum(box.end - box.start for lane in self.lanes for box in lane)
-        return work / (self.steps * len(self.lanes))
+        return float(work) / (self.steps * len(self.lanes))
 
     def __str__(self) -> str:
         return "\n".join("".join(text for text, _ in row).rstrip() for row in self.rows)
@@ -108,54 +111,51 @@ def draw(schedule: Schedule, scale: Scale | None = None) -> Picture:
 
 
 def _lanes(schedule: Schedule, program: Program, scale: Scale) -> tuple[tuple[Box, ...], ...]:
-    duration = _durations(schedule, program, scale)
-    starts = _starts(program, duration)
+    actions = [program.at(position) for position in range(len(program))]
+    duration = [_duration(schedule, action, scale) for action in actions]
     lanes: list[list[Box]] = [[] for _ in range(schedule.grid.ranks)]
-    for position in np.flatnonzero(duration > 0).tolist():
-        action, lane = program.at(position), lanes[int(program.rank[position])]
-        assert isinstance(action, Forward | Backward)
-        start, end = float(starts[position]), float(starts[position] + duration[position])
-        box = Box(action.cell, isinstance(action, Forward), start, end)
+    for position, end in enumerate(_ends(program, duration)):
+        action, lane = actions[position], lanes[int(program.rank[position])]
+        if not isinstance(action, Forward | Backward):
+            continue
+        start, forward = end - duration[position], isinstance(action, Forward)
         # Segments of one cell that follow each other are one box.
         if lane and (lane[-1].cell, lane[-1].forward, lane[-1].end) == (
-            box.cell,
-            box.forward,
+            action.cell,
+            forward,
             start,
         ):
-            box = Box(box.cell, box.forward, lane.pop().start, end)
-        lane.append(box)
+            start = lane.pop().start
+        lane.append(Box(action.cell, forward, start, end))
     return tuple(map(tuple, lanes))
 
 
-def _durations(schedule: Schedule, program: Program, scale: Scale) -> NDArray[np.float64]:
-    """Steps of every action."""
-    partition = schedule.grid.partition
-    work = scale.work or min(m.sequences * min(m.slices) for m in partition)
-    duration = np.zeros(len(program))
-    for position in np.flatnonzero(program.columns[:, KIND] <= BACKWARD).tolist():
-        action = program.at(position)
-        assert isinstance(action, Forward | Backward)
-        cell, micro = action.cell, partition[action.cell.micro]
-        steps = micro.sequences * micro.slices[cell.slice] / work / schedule.segments(cell)
-        duration[position] = steps * (scale.backward if isinstance(action, Backward) else 1)
-    return duration
+def _duration(schedule: Schedule, action: Action, scale: Scale) -> Fraction:
+    """Steps of ``action``."""
+    if not isinstance(action, Forward | Backward):
+        return Fraction(0)
+    partition, cell = schedule.grid.partition, action.cell
+    one = scale.work or min(micro.sequences * min(micro.slices) for micro in partition)
+    work = partition[cell.micro].sequences * partition[cell.micro].slices[cell.slice]
+    times = scale.backward if isinstance(action, Backward) else 1
+    return Fraction(work * times, one * schedule.segments(cell))
 
 
-def _starts(program: Program, duration: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Earliest start of every action: after the one before it on its rank, and after its needs."""
+def _ends(program: Program, duration: Sequence[Fraction]) -> list[Fraction]:
+    """Earliest end of every action: it starts after the one before it, and after its needs."""
     needs: list[list[int]] = [[] for _ in range(len(program))]
     for action, need in zip(program.action.tolist(), program.need.tolist(), strict=True):
         needs[action].append(need)
-    end = [-1.0] * len(program)
-    pointer, stops = program.offsets[:-1].tolist(), program.offsets[1:].tolist()
-    free = [0.0] * len(pointer)
-    while pointer != stops:
+    end: dict[int, Fraction] = {}
+    at, stops = program.offsets[:-1].tolist(), program.offsets[1:].tolist()
+    free = [Fraction(0)] * len(at)
+    while at != stops:
         for rank, stop in enumerate(stops):
-            while (at := pointer[rank]) < stop and all(end[need] >= 0 for need in needs[at]):
-                ready = max((end[need] for need in needs[at]), default=0.0)
-                free[rank] = end[at] = max(free[rank], ready) + float(duration[at])
-                pointer[rank] += 1
-    return np.array(end) - duration
+            while at[rank] < stop and all(need in end for need in needs[at[rank]]):
+                ready = max([free[rank], *(end[need] for need in needs[at[rank]])])
+                free[rank] = end[at[rank]] = ready + duration[at[rank]]
+                at[rank] += 1
+    return [end[position] for position in range(len(program))]
 
 
 class _Canvas:
@@ -166,26 +166,27 @@ class _Canvas:
         self.steps = max(box.end for box in boxes)
         self.margin = len(f"rank {grid.ranks - 1}  ")
         smallest = min(box.end - box.start for box in boxes)
-        smallest = smallest if scale.letters is None else min(1.0, smallest)
+        smallest = smallest if scale.letters is None else min(Fraction(1), smallest)
         room = scale.width - self.margin
         for self.label, length in _labels(grid):
-            self.letters = scale.letters or int(np.ceil((length + 1) / smallest))
+            self.letters = scale.letters or ceil((length + 1) / smallest)
             if length < smallest * self.letters and self.steps * self.letters <= room + 1:
                 break
-        self.shown = min(self.steps, room // self.letters)
+        self.shown = min(self.steps, Fraction(max(1, (room + 1) // self.letters)))
         self.grid = grid
 
     def axis(self) -> Iterator[Piece]:
         """The numbers of steps."""
         yield "step".ljust(self.margin), "dim"
         every = 5 if self.letters < 10 else 1
-        for step in range(0, int(np.ceil(self.shown)), every):
-            yield str(step).ljust(min(every, int(np.ceil(self.shown)) - step) * self.letters), "dim"
+        last = ceil(self.shown)
+        for step in range(0, last, every):
+            yield str(step).ljust(min(every, last - step) * self.letters), "dim"
 
     def lane(self, rank: int, boxes: Iterable[Box]) -> Iterator[Piece]:
         """One rank: its cells, and dots for the steps between."""
         yield f"rank {rank}".ljust(self.margin), "bold"
-        now = 0.0
+        now = Fraction(0)
         for box in boxes:
             if box.start >= self.shown:
                 break
@@ -197,13 +198,15 @@ class _Canvas:
     def notes(self) -> Iterator[list[Piece]]:
         """What a reader must be told."""
         if self.shown < self.steps:
-            text = f"the first {self.shown:g} of {self.steps:g} steps; a wider picture shows more"
+            text = (
+                f"the first {self.shown} of {float(self.steps):g} steps; a wider picture shows more"
+            )
             yield [(f"… {text}", "dim")]
 
-    def _at(self, step: float) -> int:
-        return int(min(step, self.shown) * self.letters + 0.5)
+    def _at(self, step: Fraction) -> int:
+        return int(min(step, self.shown) * self.letters + Fraction(1, 2))
 
-    def _idle(self, start: float, end: float) -> Iterator[Piece]:
+    def _idle(self, start: Fraction, end: Fraction) -> Iterator[Piece]:
         dots = (
             "·" if x % self.letters == 0 else " " for x in range(self._at(start), self._at(end))
         )

@@ -12,6 +12,11 @@ from typing import Literal
 from terashard.config.schema import ModelConfig
 from terashard.errors import PlanError
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads"),
+    *("mlp_size", "max_length", "head_dim"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
@@ -35,15 +40,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no decoder can have."""
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "mlp_size",
-            "max_length",
-        ):
+        for name in _SIZES:
             if getattr(self, name) < 1:
                 raise PlanError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
         if self.num_heads % self.num_kv_heads:

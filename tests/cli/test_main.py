@@ -85,6 +85,12 @@ def test_the_help_names_every_command_and_three_examples(
         assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_first_word_alone_explains_what_may_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()[:2]) for line in lines] == ["schedule show", "schedule check"]
+
+
 def test_the_help_of_train_shows_the_values_of_the_run_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

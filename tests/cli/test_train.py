@@ -110,7 +110,8 @@ def test_a_run_that_cannot_be_is_refused_before_torch(
 
 
 def test_options_with_a_dot_are_overrides_up_to_the_next_option() -> None:
-    words = ["run.toml", "--a.b", "1", "-2", "--c.d=x", "-n", "4", "--e.f", "--preset", "p"]
-    own, overrides = split(words)
-    assert own == ["run.toml", "-n", "4", "--preset", "p"]
+    own, overrides = split(
+        ["run.toml", "--a.b", "1", "-2", "--c.d=x", "-n", "4", "--e.f", "--preset=a.b"]
+    )
+    assert own == ["run.toml", "-n", "4", "--preset=a.b"]
     assert overrides == ["--a.b", "1", "-2", "--c.d=x", "--e.f"]

@@ -66,6 +66,7 @@ def test_options_become_values(words: Sequence[str], given: dict[str, Any]) -> N
         (["--batch.tokens", "3", "4"], r"--batch.tokens got 2 values: 3 4; it takes one value"),
         (["--batch.tokens", "1.5"], r"--batch.tokens is 1.5; it must be a whole number"),
         (["--batch.tokens", "ten"], r'--batch.tokens is the string "ten"; it must be a whole'),
+        (["--batch.tokens", "3\nmore = 4"], r"--batch.tokens is the string"),
         (
             ["--train.steps", "x"],
             r'--train.steps is the string "x"; it must be a whole number or "',

@@ -89,6 +89,20 @@ VERBS = (
         arguments="Show",
     ),
     Verb(
+        name="schedule check",
+        usage="FILE",
+        help="whether a schedule written as text is right",
+        module="terashard.cli.schedule",
+        arguments="Check",
+    ),
+    Verb(
+        name="schedule check",
+        usage="FILE",
+        help="whether a schedule written as text is right",
+        module="terashard.cli.schedule",
+        arguments="Check",
+    ),
+    Verb(
         name="version",
         help="what a bug report should begin with",
         module="terashard.cli.version",
@@ -126,8 +140,7 @@ def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
         if list(words[: len(name)]) == name:
             return verb, list(words[len(name) :])
     asked = " ".join(word for word in words[:2] if not word.startswith("-"))
-    inside = [verb.name for verb in VERBS if verb.name.split()[0] == words[0]]
-    if inside:
+    if inside := [verb.name for verb in _group(words[0])]:
         raise ConfigError(f"there is no command {asked!r}; did you mean {' or '.join(inside)}?")
     names = [verb.name for verb in VERBS]
     close = _nearest(words[0]) or _nearest(asked)
@@ -150,9 +163,10 @@ def _perform(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"terashard {terashard.__version__}")
         return 0
-    if len(words) == 2 and words[1] in ("-h", "--help") and _is_group(words[0]):
-        words = next(verb for verb in VERBS if verb.name.startswith(f"{words[0]} ")).name.split()
-        words.append("--help")
+    if group := _group(words[0]):
+        if words[1:] in (["-h"], ["--help"]):
+            _print_verbs(group)
+            return 0
     verb, rest = find(words)
     from terashard.cli.arguments import parse  # tyro: only once a verb is known
 
@@ -161,8 +175,9 @@ def _perform(words: list[str]) -> int:
     return int(module.run(arguments))
 
 
-def _is_group(word: str) -> bool:
-    return any(verb.name.startswith(f"{word} ") for verb in VERBS)
+def _group(word: str) -> list[Verb]:
+    """The verbs of two words that begin with ``word``."""
+    return [verb for verb in VERBS if verb.name.startswith(f"{word} ")]
 
 
 def _complain(error: TerashardError) -> None:
@@ -182,17 +197,25 @@ def _complain(error: TerashardError) -> None:
 
 def _print_help() -> None:
     from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    console.print(Text.assemble(("terashard", "bold"), f" {SENTENCE}"))
+    console.print(Text("\nCommands", style="bold"))
+    _print_verbs(VERBS)
+    console.print(Text("\nExamples", style="bold"))
+    console.print(Text("\n".join(f"  {example}" for example in EXAMPLES)))
+    console.print(Text(f"\n{CLOSING}"))
+
+
+def _print_verbs(verbs: Sequence[Verb]) -> None:
+    from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    verbs = Table.grid(padding=(0, 2, 0, 0))
-    for verb in VERBS:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for verb in verbs:
         name = Text(f"{verb.name} ", style="bold cyan").append(verb.usage, style="not bold cyan")
-        verbs.add_row(name, Text(verb.help))
-    console = Console(highlight=False)
-    console.print(Text.assemble(("terashard", "bold"), f" {SENTENCE}"))
-    for title, body in (("Commands", verbs), ("Examples", Text("\n".join(EXAMPLES)))):
-        console.print(Text(f"\n{title}", style="bold"))
-        console.print(Padding(body, (0, 0, 0, 2), expand=False))
-    console.print(Text(f"\n{CLOSING}"))
+        table.add_row(name, Text(verb.help))
+    Console(highlight=False).print(Padding(table, (0, 0, 0, 2), expand=False))

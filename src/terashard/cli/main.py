@@ -96,13 +96,6 @@ VERBS = (
         arguments="Check",
     ),
     Verb(
-        name="schedule check",
-        usage="FILE",
-        help="whether a schedule written as text is right",
-        module="terashard.cli.schedule",
-        arguments="Check",
-    ),
-    Verb(
         name="version",
         help="what a bug report should begin with",
         module="terashard.cli.version",
@@ -163,10 +156,9 @@ def _perform(words: list[str]) -> int:
     if words[0] in ("-V", "--version"):
         print(f"terashard {terashard.__version__}")
         return 0
-    if group := _group(words[0]):
-        if words[1:] in (["-h"], ["--help"]):
-            _print_verbs(group)
-            return 0
+    if (group := _group(words[0])) and words[1:] in (["-h"], ["--help"]):
+        _print_verbs(group)
+        return 0
     verb, rest = find(words)
     from terashard.cli.arguments import parse  # tyro: only once a verb is known
 

@@ -198,10 +198,8 @@ class _Canvas:
     def notes(self) -> Iterator[list[Piece]]:
         """What a reader must be told."""
         if self.shown < self.steps:
-            text = (
-                f"the first {self.shown} of {float(self.steps):g} steps; a wider picture shows more"
-            )
-            yield [(f"… {text}", "dim")]
+            text = f"… {self.shown} of {float(self.steps):g} steps; a wider picture shows more"
+            yield [(text, "dim")]
 
     def _at(self, step: Fraction) -> int:
         return int(min(step, self.shown) * self.letters + Fraction(1, 2))

@@ -90,11 +90,12 @@ def test_a_whole_sequence_needs_no_carry_and_leaves_a_given_one_empty(kv_heads: 
 
 
 @pytest.mark.parametrize("which", range(4), ids=["query", "key", "value", "cotangent"])
-def test_channels_apart_in_memory_are_read_right(which: int) -> None:
+@pytest.mark.parametrize("lengths", [[11], [4, 7]], ids=str)
+def test_channels_apart_in_memory_are_read_right(which: int, lengths: list[int]) -> None:
     drawn = operands(2)
-    expected = in_slices(drawn, [4, 7])
+    expected = in_slices(drawn, lengths)
     drawn[which] = drawn[which].mT.contiguous().mT
-    for got, want in zip(in_slices(drawn, [4, 7]), expected, strict=True):
+    for got, want in zip(in_slices(drawn, lengths), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-13)
 
 
@@ -148,6 +149,13 @@ def test_a_later_slice_without_a_carry_is_refused() -> None:
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(16, 2), (7, 4), (64, 1)])
 def test_the_self_check_passes_here(dtype: torch.dtype, head_dim: int, kv_heads: int) -> None:
     self_check(CPU, dtype, head_dim=head_dim, heads=4, kv_heads=kv_heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(16, 2), (7, 4), (64, 1), (128, 4)])
+def test_the_self_check_passes_on_cuda(dtype: torch.dtype, head_dim: int, kv_heads: int) -> None:
+    self_check(torch.device("cuda", 0), dtype, head_dim=head_dim, heads=4, kv_heads=kv_heads)
 
 
 def _shorter_prefix(grad: Tensor, ops: Operands, attended: Attended) -> Gradients:

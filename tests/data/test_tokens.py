@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.txt").write_text("x" * 3_000_000)
     with (
         file_size_limit(size),
-        pytest.raises(DataError, match=r"cannot write .*out: .*; nothing was left there"),
+        pytest.raises(DataError, match=r"cannot write .*out: .*; nothing was left behind"),
     ):
         prepare([tmp_path / "a.txt"], tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

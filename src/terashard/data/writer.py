@@ -43,7 +43,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         _sync(out.parent)
     except OSError as error:
         raise DataError(
-            f"cannot write {out}: {error.strerror}; nothing was left there,"
+            f"cannot write {out}: {error.strerror}; nothing was left behind:"
             " make room or choose another place"
         ) from error
     finally:

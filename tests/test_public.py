@@ -7,7 +7,30 @@ import pytest
 
 import terashard
 
-PUBLIC = ["__version__"]
+PUBLIC = [
+    "Carry",
+    "Cell",
+    "CrossEntropy",
+    "Grid",
+    "KeyValueCarry",
+    "Mesh",
+    "MicroBatch",
+    "ModelSpec",
+    "Pipeline",
+    "Plan",
+    "Precision",
+    "RunConfig",
+    "Schedule",
+    "StageModule",
+    "StateCarry",
+    "StepResult",
+    "TerashardError",
+    "Timeline",
+    "TokenSlice",
+    "__version__",
+    "check",
+    "run_threads",
+]
 
 
 def test_the_public_names_are_exactly_these() -> None:
@@ -21,8 +44,8 @@ def test_every_public_name_is_there(name: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'pipeline'"):
-        _ = terashard.pipeline
+    with pytest.raises(AttributeError, match="has no attribute 'pipelines'"):
+        _ = terashard.pipelines
 
 
 def test_importing_terashard_imports_neither_torch_nor_numpy() -> None:

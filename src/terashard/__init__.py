@@ -7,7 +7,29 @@ from importlib import import_module
 from importlib.metadata import version as _version
 from typing import Any
 
-_HOMES: dict[str, str] = {}
+_HOMES: dict[str, str] = {
+    "Carry": "terashard.nn.protocols",
+    "Cell": "terashard.schedule.actions",
+    "CrossEntropy": "terashard.nn.loss",
+    "Grid": "terashard.schedule.actions",
+    "KeyValueCarry": "terashard.nn.carry",
+    "Mesh": "terashard.comm.mesh",
+    "MicroBatch": "terashard.schedule.actions",
+    "ModelSpec": "terashard.spec.model",
+    "Pipeline": "terashard.runtime.pipeline",
+    "Plan": "terashard.plan.plan",
+    "Precision": "terashard.shard.precision",
+    "RunConfig": "terashard.config.schema",
+    "Schedule": "terashard.schedule.schedule",
+    "StageModule": "terashard.nn.protocols",
+    "StateCarry": "terashard.nn.carry",
+    "StepResult": "terashard.runtime.pipeline",
+    "TerashardError": "terashard.errors",
+    "Timeline": "terashard.simulate.timeline",
+    "TokenSlice": "terashard.nn.protocols",
+    "check": "terashard.schedule.check",
+    "run_threads": "terashard.comm.threads",
+}
 
 __all__ = sorted([*_HOMES, "__version__"])
 

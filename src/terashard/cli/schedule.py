@@ -13,7 +13,7 @@ from terashard.config.schema import RunConfig
 from terashard.errors import ConfigError, ScheduleError
 from terashard.plan.plan import Plan, plan_of, stage_units
 from terashard.schedule.check import check
-from terashard.schedule.draw import Scale, draw
+from terashard.schedule.draw import Picture, Scale, draw
 from terashard.schedule.progress import Sends
 from terashard.schedule.schedule import Schedule
 from terashard.schedule.text import parse
@@ -65,10 +65,9 @@ def _show(arguments: Show) -> int:
         print(schedule.text(), end="")
         return 0
     console = Console(highlight=False)
-    width = arguments.width or (console.width if console.is_terminal else 100)
-    picture = draw(schedule, Scale(width=width))
-    console.print(Text(_title(plan), style="bold"))
-    console.print(Text(f"{_cut(plan)}\n"), soft_wrap=True)
+    picture = draw(schedule, Scale(width=arguments.width or _width(console)))
+    console.print(Text(title(plan), style="bold"))
+    console.print(Text(f"{cut(plan)}\n"), soft_wrap=True)
     console.print(picture, soft_wrap=True)
     console.print(f"\n{picture.steps:.3g} steps; ranks compute {picture.busy:.0%} of the time.")
     console.print(_LEGEND, soft_wrap=True)
@@ -78,6 +77,15 @@ def _show(arguments: Show) -> int:
 _LEGEND = "F is a forward cell, B a backward one, with micro-batch and slice; dots are idle."
 
 
+def picture_of(config: RunConfig, plan: Plan, console: Console) -> Picture:
+    """The step of a run, as wide as ``console`` is."""
+    return draw(_schedule(config, plan), Scale(width=_width(console)))
+
+
+def _width(console: Console) -> int:
+    return console.width if console.is_terminal else 100
+
+
 def _schedule(config: RunConfig, plan: Plan) -> Schedule:
     """The step's schedule; the vocabulary, which only the data knows, plays no part in it."""
     size, tokens = config.model.vocab_size or 1, config.batch.tokens
@@ -85,14 +93,15 @@ def _schedule(config: RunConfig, plan: Plan) -> Schedule:
     return plan.schedule(stage_units(spec, plan))
 
 
-def _title(plan: Plan) -> str:
+def title(plan: Plan) -> str:
+    """Order and ranks of a plan, in one line."""
     return (
         f"{plan.order}: {_count(plan.stages, 'stage')}"
         f" x {_count(plan.shards, 'shard')} x {_count(plan.replicas, 'replica')}"
     )
 
 
-def _cut(plan: Plan) -> str:
+def cut(plan: Plan) -> str:
     """How a data-parallel rank's sequences are cut, equal micro-batches counted together."""
     parts = []
     for micro in dict.fromkeys(plan.partition):

@@ -1,0 +1,147 @@
+"""``terashard demo``: the main job on real text, on this machine, in two minutes."""
+
+import json
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from terashard.cli.schedule import cut, picture_of, title
+from terashard.config.load import load
+from terashard.config.schema import RunConfig
+from terashard.data.baseline import Baseline, baseline
+from terashard.data.corpus import split_documents, standard_library_sources
+from terashard.data.tokens import TokenFolder, TokenInfo, prepare
+from terashard.plan.plan import Plan, plan_of
+from terashard.report.curve import curve
+from terashard.spec.model import describe
+
+HELD_OUT = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """Train a small model on the Python standard library's own sources. Downloads nothing.
+
+    Two processes, a pipeline of two stages, token slices; about two minutes on two cores.
+    """
+
+    directory: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """New folder for tokens and run; by default runs/demo-<date>-<time>."""
+    overrides: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+
+
+def run(arguments: Demo) -> int:
+    """Prepare, show the plan, train, and say what came out."""
+    console = Console(highlight=False)
+    root = arguments.directory or Path(f"runs/demo-{datetime.now():%Y%m%d-%H%M%S}")
+    config = _config(root, arguments.overrides)
+    plan = plan_of(config, config.model.num_layers)
+    info = _prepare(root, console)
+    tables = _tables(root)
+    _show_tables(console, tables)
+    _show_plan(console, config, plan, info)
+    from terashard.train.launch import launch
+
+    code = launch(config, plan.processes)
+    return code or _show_result(console, Path(config.run.directory), tables)
+
+
+def _config(root: Path, overrides: tuple[str, ...]) -> RunConfig:
+    """The preset, with the command line on top, in ``root``."""
+    config = load(None, overrides, "demo")
+    data = replace(config.data, train=f"{root}/tokens/train", validation=f"{root}/tokens/held-out")
+    return replace(config, data=data, run=replace(config.run, directory=f"{root}/run"))
+
+
+def _prepare(root: Path, console: Console) -> TokenInfo:
+    corpus = standard_library_sources()
+    train, held_out = split_documents(corpus, HELD_OUT)
+    info = prepare(train, root / "tokens" / "train")
+    other = prepare(held_out, root / "tokens" / "held-out")
+    _heading(console, "Text", "the Python standard library's own sources, one token per byte")
+    console.print(f"  training  {info.documents:>5,} files  {info.tokens:>12,} bytes")
+    console.print(f"  held out  {other.documents:>5,} files  {other.tokens:>12,} bytes\n")
+    return info
+
+
+def _tables(root: Path) -> Baseline:
+    train, other = (TokenFolder.open(root / "tokens" / name) for name in ("train", "held-out"))
+    return baseline(train.tokens, other.tokens, train.vocab_size)
+
+
+def _show_tables(console: Console, tables: Baseline) -> None:
+    _heading(console, "To beat", "loss on the held-out files, in nats per byte")
+    console.print(f"  {tables.unigram:.3f}  knowing how often each byte occurs (unigram table)")
+    console.print(f"  {tables.bigram:.3f}  knowing the byte before as well (bigram table)\n")
+
+
+def _show_plan(console: Console, config: RunConfig, plan: Plan, info: TokenInfo) -> None:
+    spec = describe(config.model, vocab_size=info.vocab_size, max_length=config.batch.tokens)
+    _heading(console, "Plan", title(plan))
+    console.print(
+        f"  {spec.num_layers} layers of width {spec.hidden_size}, {spec.num_parameters():,} parameters,"
+        f" {_layers(plan)}"
+    )
+    console.print(f"  {cut(plan)}\n", soft_wrap=True)
+    console.print(picture_of(config, plan, console), soft_wrap=True)
+    console.print()
+    _heading(
+        console,
+        "Training",
+        f"{config.train.steps} steps, {plan.processes} processes on this machine",
+    )
+
+
+def _layers(plan: Plan) -> str:
+    """Which layers are where, as people count: from 0, both ends included."""
+    return ", ".join(f"layers {a}-{b - 1} on stage {s}" for s, (a, b) in enumerate(plan.layers))
+
+
+def _show_result(console: Console, run_directory: Path, tables: Baseline) -> int:
+    lines = (run_directory / "metrics.jsonl").read_text().splitlines()
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    console.print()
+    _heading(console, "Loss", f"nats per byte, steps 1 to {records[-1]['step']}")
+    for line in curve([r["loss"] for r in records if isinstance(r["loss"], float)]):
+        console.print(line)
+    held_out = records[-1]["held_out_loss"]
+    console.print()
+    if held_out is None:
+        console.print(
+            f"stopped after step {records[-1]['step']}, before the held-out loss was measured"
+        )
+    else:
+        verdict = "below" if held_out < tables.bigram else "NOT below"
+        console.print(
+            Text.assemble(
+                "held-out loss ",
+                (f"{held_out:.3f}", "bold"),
+                " nats per byte,",
+                f" {verdict} the bigram table ({tables.bigram:.3f}) and the unigram table ({tables.unigram:.3f})",
+            ),
+            soft_wrap=True,
+        )
+    console.print(f"run directory {run_directory}\n", soft_wrap=True)
+    _show_next(console, run_directory)
+    return 0
+
+
+def _show_next(console: Console, run_directory: Path) -> None:
+    _heading(console, "Next", "")
+    steps = (
+        ("train on for twice as long", f"terashard resume {run_directory} --train.steps 1000"),
+        ("prepare text of your own", "terashard data prepare PATH... -o tokens"),
+        ("train a run of your own", "terashard train RUN.toml"),
+        ("see how a step is cut", "terashard schedule show --preset demo --parallel.slices 8"),
+    )
+    for what, command in steps:
+        console.print(f"  {what:<28}{command}", soft_wrap=True)
+
+
+def _heading(console: Console, name: str, rest: str) -> None:
+    console.print(Text.assemble((name, "bold"), f"  {rest}" if rest else ""), soft_wrap=True)

@@ -37,8 +37,8 @@ def main() -> None:
     print(f"\n{sliced.steps:g} steps; ranks compute {sliced.busy:.0%} of the time:", end=" ")
     print(f"{whole.steps / sliced.steps:.1f} times as fast.\n\n")
 
-    print("The schedule behind the picture. S1.0.2>2 sends what stage 1 made of micro-batch 0,")
-    print("slice 2, to stage 2; R1.0.2<0 receives it from stage 0.\n")
+    print("The schedule behind the picture. R1.0.2<0 receives, from stage 0, the input of")
+    print("stage 1, micro-batch 0, slice 2; S1.0.2>2 sends its output to stage 2.\n")
     print(schedule(SLICES).text())
 
 

@@ -146,15 +146,18 @@ def test_an_empty_schedule_is_not_complete():
     refuses(RIGHT.with_actions([[], []]), "is missing")
 
 
-def test_a_channel_that_mixes_up_messages_is_refused():
-    """Rank 1 asks for micro-batch 1 first; every other rule holds."""
-    grid = Grid.uniform(2, 2, 1)
-    swapped = edited(
-        1,
-        ("R1.0.0<0 F1.0.0 R1.1.0<0 F1.1.0", "R1.1.0<0 F1.1.0 R1.0.0<0 F1.0.0"),
-        schedule=insert_transfers(fill_drain(grid)),
-    )
-    refuses(swapped, "rank 0 sends S0.0.0>1 when rank 1 asks for R1.1.0<0: both ranks must name")
+@pytest.mark.parametrize(
+    ("micros", "slices", "right", "wrong", "asked"),
+    [
+        (2, 1, "R1.0.0<0 F1.0.0 R1.1.0<0 F1.1.0", "R1.1.0<0 F1.1.0 R1.0.0<0 F1.0.0", "R1.1.0<0"),
+        (1, 2, "R1.0.0<0 F1.0.0 R1.0.1<0 F1.0.1", "R1.0.1<0 R1.0.0<0 F1.0.0 F1.0.1", "R1.0.1<0"),
+    ],
+)
+def test_a_channel_that_mixes_up_messages_is_refused(micros, slices, right, wrong, asked):
+    """Rank 1 asks for the second message first; every other rule holds."""
+    schedule = insert_transfers(fill_drain(Grid.uniform(2, micros, slices)))
+    mixed = edited(1, (right, wrong), schedule=schedule)
+    refuses(mixed, f"rank 0 sends S0.0.0>1 when rank 1 asks for {asked}: both ranks must name")
 
 
 def test_a_channel_that_mixes_up_virtual_stages_is_refused():

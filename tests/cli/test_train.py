@@ -12,6 +12,7 @@ from terashard.cli.main import main
 from terashard.config.load import load
 from terashard.config.schema import RunConfig
 from terashard.data.tokens import prepare
+from terashard.train.stop import StopFlag
 
 WORDS = ["train", "--preset", "tiny", "--data.train", "tokens"]
 
@@ -27,11 +28,11 @@ class Launcher(ModuleType):
         self.calls.append(("launch", config, processes))
         return 7
 
-    def work(self, config: RunConfig) -> int:
+    def work(self, config: RunConfig, flag: StopFlag) -> int:
         self.calls.append(("work", config))
         return 8
 
-    def resume(self, directory: Path, overrides: Sequence[str]) -> int:
+    def resume(self, directory: Path, overrides: Sequence[str], flag: StopFlag | None) -> int:
         self.calls.append(("resume", directory, tuple(overrides)))
         return 9
 
@@ -71,12 +72,14 @@ def test_under_torchrun_the_process_becomes_the_worker(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(StopFlag, "listen", lambda self: None)
     assert main(WORDS) == 8
     assert launcher.calls == [("work", load(None, WORDS[3:], "tiny"))]
 
 
 def test_resume_hands_over_the_directory_and_the_options(launcher: Launcher) -> None:
     Path("run").mkdir()
+    Path("run/config.toml").write_text('preset = "tiny"')
     assert main(["resume", "run", "--train.steps", "9"]) == 9
     assert launcher.calls == [("resume", Path("run"), ("--train.steps", "9"))]
 

@@ -6,8 +6,10 @@ from typing import Annotated
 
 import tyro
 
+from terashard.cli.train import listening, under_torchrun
 from terashard.config.override import read_overrides
 from terashard.errors import ConfigError
+from terashard.train.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,10 @@ def run(arguments: Resume) -> int:
         raise ConfigError(
             f"there is no run directory {arguments.directory}; it is printed when a run starts"
         )
-    read_overrides(arguments.overrides)
+    if "run.directory" in read_overrides(arguments.overrides):
+        raise ConfigError("a run goes on where it is: leave --run.directory out")
+    RunDirectory(arguments.directory).config(arguments.overrides)
+    flag = listening() if under_torchrun() else None
     from terashard.train.launch import resume
 
-    return resume(arguments.directory, arguments.overrides)
+    return resume(arguments.directory, arguments.overrides, flag)

@@ -14,6 +14,8 @@ from terashard.data.tokens import TokenFolder
 from terashard.errors import ConfigError
 from terashard.plan.plan import plan_of
 from terashard.spec.model import describe
+from terashard.train.directory import RunDirectory
+from terashard.train.stop import StopFlag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +47,10 @@ def run(arguments: Train) -> int:
     config = load(arguments.file, arguments.overrides, arguments.preset)
     check(config, arguments.processes)
     if under_torchrun():
+        flag = listening()
         from terashard.train.launch import work
 
-        return work(config)
+        return work(config, flag)
     config = named(config, arguments.file, arguments.preset)
     from terashard.train.launch import launch
 
@@ -80,14 +83,17 @@ def named(config: RunConfig, file: Path | None, preset: str | None) -> RunConfig
     if not directory:
         stem = file.stem if file is not None else preset
         directory = f"runs/{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    if Path(directory).exists():
-        raise ConfigError(
-            f"the run directory {directory} exists; go on with `terashard resume {directory}`,"
-            " or choose another with --run.directory"
-        )
+    RunDirectory(Path(directory)).require_new()
     return replace(config, run=replace(config.run, directory=directory))
 
 
 def under_torchrun() -> bool:
     """Whether a launcher has started this process as one rank of several."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+
+
+def listening() -> StopFlag:
+    """A flag that signals set from now on: importing torch takes seconds."""
+    flag = StopFlag()
+    flag.listen()
+    return flag

@@ -1,62 +1,101 @@
-"""Starts a run's workers on this machine through torch's elastic launcher, or becomes one of them under torchrun.
+"""Starts a run's workers on this machine through torch's launcher, or becomes one under torchrun.
 
-The launcher passes Ctrl-C and SIGTERM on to the workers and waits for them to save; a second one ends everything. A
-worker that dies ends the run: the launcher stops the others and says, in one message, which rank died of what and who was
-waiting for whom.
+The launcher passes Ctrl-C and SIGTERM on to the workers and waits for them to save; a second one
+ends everything. A worker that fails ends the run: the launcher stops the others and says, in one
+message, which rank failed of what and who was waiting for whom.
+
+Before any worker starts, everything is checked that can be: what is wrong with a run file, with the
+data or with the checkpoint costs a sentence and changes nothing.
 """
 
 import logging
+import math
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terashard.checkpoint.load import find_latest
+from terashard.checkpoint.load import Checkpoint, find_latest
 from terashard.config.schema import RunConfig
+from terashard.config.write import dump
 from terashard.errors import CheckpointError, ConfigError, RunError
+from terashard.plan.plan import Plan
 from terashard.train.directory import RunDirectory
-from terashard.train.worker import Place, model_and_plan
+from terashard.train.failure import advice, explain, own_message
+from terashard.train.optimizer import check_optimizer
+from terashard.train.samples import Samples
+from terashard.train.state import Progress, require_match
+from terashard.train.stop import StopFlag, hold_back_signals
+from terashard.train.trainer import require_work
+from terashard.train.worker import Place, leave, model_and_plan
 from terashard.train.worker import work as _work
 
 
 def launch(config: RunConfig, processes: int | None = None) -> int:
     """Start a new run and wait for it; returns its exit code."""
-    _, plan = model_and_plan(config)
-    directory = RunDirectory.create(Path(config.run.directory), config, plan)
-    return _launch(config, directory, processes or plan.processes, resume=False)
+    plan = check(config)
+    directory = RunDirectory(Path(config.run.directory))
+    with directory.create():
+        directory.describe(config, plan)
+        return _launch(config, directory, processes or plan.processes, resume=False)
 
 
-def resume(path: Path, overrides: tuple[str, ...] = ()) -> int:
-    """Go on with the run in ``path``, in the layout that its configuration and ``overrides`` state."""
+def resume(path: Path, overrides: tuple[str, ...] = (), flag: StopFlag | None = None) -> int:
+    """Go on with the run in ``path``, in the layout that its configuration and ``overrides`` state.
+
+    Under torchrun this process is one of the ranks, and ``flag`` listens.
+    """
     directory = RunDirectory(path)
     config = directory.config(overrides)
-    _, plan = model_and_plan(config)
-    if "RANK" in os.environ:
-        return _work(config, directory, resume=True)
-    directory.describe(config, plan)
-    return _launch(config, directory, plan.processes, resume=True)
+    config = replace(config, run=replace(config.run, directory=str(path)))
+    plan = check_resume(config, directory)
+    if flag is not None:
+        return _become_rank(config, directory, flag, resume=True)
+    with directory.hold():
+        directory.request.write_text(dump(config))
+        return _launch(config, directory, plan.processes, resume=True)
 
 
-def work(config: RunConfig) -> int:
+def work(config: RunConfig, flag: StopFlag) -> int:
     """Be the rank that torchrun started; rank 0 makes the run directory, the others wait for it."""
     if not config.run.directory:
         raise ConfigError(
             "under torchrun every rank must know where to write: give --run.directory"
         )
-    directory, place = RunDirectory(Path(config.run.directory)), Place.of_environment()
-    if place.rank == 0:
-        _, plan = model_and_plan(config)
-        RunDirectory.create(directory.path, config, plan)
-    _wait_for(directory.path / "plan.json", config.run.timeout)
-    code = _work(config, directory, resume=False)
-    for error in directory.errors() if code else ():
-        if error["rank"] == place.rank:
-            print(f"error: {error['message']}", file=sys.stderr)
-    return code
+    plan = check(config)
+    directory = RunDirectory(Path(config.run.directory))
+    if Place.of_environment().rank:
+        _wait_for(directory.path / "lock", config.run.timeout)
+        return _become_rank(config, directory, flag, resume=False)
+    with directory.create():
+        directory.describe(config, plan)
+        return _become_rank(config, directory, flag, resume=False)
+
+
+def check(config: RunConfig) -> Plan:
+    """Refuse a run that cannot be; returns how it is cut."""
+    spec, plan = model_and_plan(config)
+    Samples.of(config).steps(config)
+    check_optimizer(config.optimizer, spec)
+    return plan
+
+
+def check_resume(config: RunConfig, directory: RunDirectory) -> Plan:
+    """Refuse a resume that cannot be; returns how the run is cut from now on."""
+    plan = check(config)
+    spec, _ = model_and_plan(config)
+    try:
+        checkpoint = Checkpoint.open(find_latest(directory.checkpoints))
+        step = Progress.of(checkpoint).step
+    except CheckpointError as cause:
+        raise ConfigError(f"{directory.path} cannot be resumed: {cause}") from cause
+    require_match(checkpoint, spec, config)
+    require_work(step, Samples.of(config).steps(config))
+    return plan
 
 
 def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resume: bool) -> int:
@@ -64,15 +103,20 @@ def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resum
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     directory.begin()
-    _quiet()
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # we say it ourselves
     os.environ.setdefault("OMP_NUM_THREADS", str(config.run.threads or _threads(processes)))
-    words = ["-m", "terashard.train.worker", str(directory.path), *["--resume"] * resume]
+    words = ["-m", "terashard.train", str(directory.path), *["--resume"] * resume]
     try:
-        _elastic(config, processes)(*words)
+        with hold_back_signals():
+            _elastic(config, processes)(*words)
     except SignalException as stopped:
         return _after_signal(directory, stopped.sigval)
+    except KeyboardInterrupt:
+        return _after_signal(directory, signal.SIGINT)
     except ChildFailedError as failed:
-        raise RunError(_explain(directory, failed.failures)) from failed
+        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        directory.write_status("failed", directory.status().get("step", 0))
+        raise explain(directory, codes) from failed
     return 0
 
 
@@ -91,53 +135,33 @@ def _elastic(config: RunConfig, processes: int) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGTERM,SIGINT,SIGHUP",
-        shutdown_timeout=int(config.run.shutdown_timeout),
+        shutdown_timeout=math.ceil(config.run.shutdown_timeout),
     )
     return elastic_launch(settings, sys.executable)
 
 
-def _after_signal(directory: RunDirectory, number: signal.Signals) -> int:
-    """Exit code of a run that was told to stop: 0 if it saved and said so."""
-    status = directory.status()
-    if status:
-        step, state = status["step"], status["state"]
-        print(f"{state} after step {step}; {_advice(directory)}")
+def _after_signal(directory: RunDirectory, number: int) -> int:
+    """Exit code of a run that was told to stop: 0 if its workers saved (and said so)."""
+    if directory.status().get("state") in ("finished", "stopped"):
         return 0
-    print(f"stopped at once; {_advice(directory)}", file=sys.stderr)
-    return 128 + int(number)
+    print(f"stopped at once; {advice(directory)}", file=sys.stderr)
+    return 128 + number
 
 
-def _explain(directory: RunDirectory, failures: Mapping[int, Any]) -> str:
-    """One message: the rank that failed first and why, then who was waiting."""
-    errors = directory.errors()
-    killed = {
-        rank: signal.Signals(-failure.exitcode).name
-        for rank, failure in failures.items()
-        if failure.exitcode < 0 and rank not in {e["rank"] for e in errors}
-    }
-    lines = [f"rank {rank} was killed by {name}" for rank, name in sorted(killed.items())]
-    for error in errors[: 1 if errors and not errors[0]["secondary"] and not killed else 2]:
-        lines.append(_line(error))
-    if not lines:
-        codes = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
-        lines.append(f"workers ended with exit codes {codes}")
-    where = f"logs: {directory.path / 'logs'}"
-    return "\n".join([*lines, where, _advice(directory)])
-
-
-def _advice(directory: RunDirectory) -> str:
-    """How to go on."""
-    try:
-        found = find_latest(directory.checkpoints)
-    except CheckpointError:
-        return "no checkpoint was written yet"
-    return f"go on from {found.name} with: terashard resume {directory.path}"
-
-
-def _line(error: Mapping[str, Any]) -> str:
-    text = str(error["message"])
-    kind = "" if error["secondary"] or "rank" in text[:5] else f"rank {error['rank']}: "
-    return f"{kind}{text}"
+def _become_rank(
+    config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume: bool
+) -> int:
+    """Be one rank to the end of this process; what it failed of goes to standard error as well."""
+    place = Place.of_environment()
+    if place.rank == 0:
+        directory.begin()
+    terminal = os.dup(2)
+    code = _work(config, directory, flag, resume=resume)
+    if code:
+        os.dup2(terminal, 2)
+        print(f"error: {own_message(directory, place.rank)}", file=sys.stderr)
+    leave(code)
+    return code
 
 
 def _wait_for(file: Path, timeout: float) -> None:
@@ -145,15 +169,11 @@ def _wait_for(file: Path, timeout: float) -> None:
     while not file.exists():
         if time.monotonic() > deadline:
             raise RunError(
-                f"rank 0 did not make {file.parent} within {timeout:g} s; is it on a shared file system?"
+                f"rank 0 did not make {file.parent} within {timeout:g} s; is it on a file system"
+                " that all ranks share?"
             )
         time.sleep(0.05)
 
 
 def _threads(processes: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // processes)
-
-
-def _quiet() -> None:
-    """torch's launcher logs every signal it passes on; we say it ourselves."""
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)

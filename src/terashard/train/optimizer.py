@@ -1,12 +1,12 @@
 """The optimizer: any class of ``torch.optim`` that works element by element, on sharded parameters.
 
-Groups: the first pattern of ``optimizer.groups`` that matches a parameter's global name decides; of the rest, matrices
-decay and norms and biases do not. A weight that two stages share is named once, by its first stage, so that both copies
-get the same options and stay equal.
+Groups: the first pattern of ``optimizer.groups`` that matches a parameter's global name decides; of
+the rest, matrices decay, norms and biases do not. A weight that two stages share has one name, so
+that both copies get the same options and stay equal.
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,9 +15,19 @@ from torch import nn
 
 from terashard.config.schema import OptimizerConfig
 from terashard.errors import ConfigError
+from terashard.spec.model import ModelSpec
 
-WHOLE_PARAMETER = frozenset({"Adafactor", "LBFGS", "Muon", "SparseAdam"})
-"""Optimizers that look at a whole parameter (or the whole model) at once: wrong on shards."""
+UNFIT: Mapping[str, str] = {
+    "Adafactor": "keeps row and column means of whole parameters",
+    "LBFGS": "computes the loss several times in one step",
+    "Muon": "works on whole matrices",
+    "Rprop": "writes through index lists, which sharded tensors refuse",
+    "SparseAdam": "takes sparse gradients only",
+}
+"""Classes of ``torch.optim`` that do not run on shards, and why."""
+
+FUSED = frozenset({"Adam", "AdamW"})
+"""Classes whose fused kernel takes DTensors in torch 2.13; it saves most of what DTensors cost."""
 
 
 def build_optimizer(
@@ -25,22 +35,33 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer that ``config`` names, over (global name, parameter) pairs."""
     kind = _find(config.name)
-    groups = _groups(config, parameters)
-    options: dict[str, Any] = {"lr": config.lr, **_fused(kind), **config.options}
-    allowed = inspect.signature(kind).parameters
-    for given in (options, *(g.options for g in config.groups)):
-        for unknown in given.keys() - allowed.keys():
-            known = ", ".join(name for name in allowed if name != "params")
-            raise ConfigError(f"{config.name} has no option {unknown!r}; its options are: {known}")
-    if "weight_decay" not in allowed:
-        groups = [{k: v for k, v in group.items() if k != "weight_decay"} for group in groups]
+    allowed = [name for name in inspect.signature(kind).parameters if name != "params"]
+    for given in (config.options, *(group.options for group in config.groups)):
+        _require_known(config.name, given, allowed)
+    groups = _groups(config, parameters, decays="weight_decay" in allowed)
+    fused = {"fused": True} if config.name in FUSED else {}
     try:
-        made: torch.optim.Optimizer = kind(groups, **_tuples(options))
-    except (TypeError, ValueError) as cause:
+        made: torch.optim.Optimizer = kind(
+            groups, **{"lr": config.lr, **fused, **_tuples(config.options)}
+        )
+    except (TypeError, ValueError, RuntimeError) as cause:
         raise ConfigError(f"optimizer {config.name} refuses its options: {cause}") from cause
     for group in made.param_groups:
         group["peak_lr"] = group["lr"]
     return made
+
+
+def check_optimizer(config: OptimizerConfig, spec: ModelSpec) -> None:
+    """Refuse what ``build_optimizer`` would, and patterns that match no parameter of ``spec``."""
+    shapes = spec.parameters()
+    for group in config.groups:
+        if not any(fnmatchcase(name, group.match) for name in shapes):
+            raise ConfigError(
+                f"optimizer.groups: no parameter matches {group.match!r}; names are like"
+                f" {', '.join([*shapes][:3])}"
+            )
+    empty = ((n, nn.Parameter(torch.empty((0,) * len(shape)))) for n, shape in shapes.items())
+    build_optimizer(config, empty)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, part: float) -> None:
@@ -50,49 +71,52 @@ def set_rate(optimizer: torch.optim.Optimizer, part: float) -> None:
 
 
 def _find(name: str) -> Any:
-    kind = getattr(torch.optim, name, None)
-    if name in WHOLE_PARAMETER:
+    kinds = {
+        n: kind
+        for n, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and n != "Optimizer"
+    }
+    if name in kinds and name not in UNFIT:
+        return kinds[name]
+    fit = ", ".join(sorted(kinds.keys() - UNFIT.keys()))
+    if name in UNFIT:
         raise ConfigError(
-            f"optimizer.name = {name!r} needs whole parameters, but every rank holds only its rows of them;"
-            " use one that works element by element, such as AdamW or SGD"
+            f"optimizer.name = {name!r} {UNFIT[name]}, but every rank holds only its rows of the"
+            f" parameters; use one of {fit}"
         )
-    if (
-        not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
-        or kind is torch.optim.Optimizer
-    ):
-        names = sorted(
-            n for n, k in vars(torch.optim).items() if isinstance(k, type) and n != "Optimizer"
+    raise ConfigError(f"optimizer.name = {name!r} is no class of torch.optim; use one of {fit}")
+
+
+def _require_known(name: str, options: Mapping[str, Any], allowed: list[str]) -> None:
+    for unknown in options.keys() - set(allowed):
+        raise ConfigError(f"{name} has no option {unknown!r}; its options are {', '.join(allowed)}")
+    if options.get("fused") and name not in FUSED:
+        raise ConfigError(
+            f"{name} cannot be fused on sharded parameters in this torch; leave the option out"
+            f" (fused are {', '.join(sorted(FUSED))})"
         )
-        fit = ", ".join(n for n in names if n not in WHOLE_PARAMETER)
-        raise ConfigError(f"optimizer.name = {name!r} is no class of torch.optim; there are: {fit}")
-    return kind
-
-
-FUSED = frozenset({"Adam", "AdamW", "Adagrad"})
-"""Classes whose fused kernel takes DTensors in torch 2.13; it saves most of what DTensors cost."""
-
-
-def _fused(kind: Any) -> dict[str, Any]:
-    return {"fused": True} if kind.__name__ in FUSED else {}
 
 
 def _groups(
-    config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]]
+    config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], *, decays: bool
 ) -> list[dict[str, Any]]:
+    """Parameters with the same options together; ``decays``: whether the class knows decay."""
     grouped: dict[object, dict[str, Any]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         index = next((i for i, g in enumerate(config.groups) if fnmatchcase(name, g.match)), None)
-        decays = parameter.dim() > 1
-        options = {"weight_decay": config.weight_decay if decays else 0.0}
+        is_matrix = parameter.dim() > 1
+        options: dict[str, Any] = {}
+        if decays:
+            options["weight_decay"] = config.weight_decay if is_matrix else 0.0
         if index is not None:
             options |= _tuples(config.groups[index].options)
-        group = grouped.setdefault((index, decays), {"params": [], **options})
+        group = grouped.setdefault((index, is_matrix), {"params": [], **options})
         group["params"].append(parameter)
     return list(grouped.values())
 
 
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+def _tuples(options: Mapping[str, Any]) -> dict[str, Any]:
     """TOML has lists where torch wants tuples (betas)."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}

@@ -1,4 +1,7 @@
-"""What is kept of every step: one JSON object a line in ``metrics.jsonl``, the same on every rank, written by rank 0."""
+"""What is kept of every step: one JSON object a line in ``metrics.jsonl``, written by rank 0.
+
+All ranks hold the same record but for its times.
+"""
 
 import json
 import math
@@ -9,26 +12,34 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step.
-
-    ``loss`` is the mean in nats per target token over all ranks; ``gradient_norm`` is before clipping; ``idle_share`` is the
-    part of the step in which the ranks did not compute, mean over ranks; ``skipped`` says that the update was left out;
-    ``held_out_loss`` is set after steps that were followed by an evaluation.
-    """
+    """One step."""
 
     step: int
+    """Steps done, this one included: the first is 1."""
     loss: float
+    """Mean in nats per target token over all ranks, before the update."""
     gradient_norm: float
+    """Over all parameters, before clipping."""
     lr: float
+    """Learning rate of the update (of the groups that have none of their own)."""
     tokens: int
+    """Target tokens of this step."""
     tokens_total: int
+    """Target tokens since the run began."""
     epoch: int
+    """Pass over the training sequences that the step began in, from 0."""
     seconds: float
+    """From drawing the batch to the end of the update."""
     tokens_per_second: float
+    """``tokens / seconds``."""
     idle_share: float
+    """Part of the step in which the ranks did not compute, mean over ranks."""
     non_finite: int = 0
+    """Steps since the run began whose loss or gradient norm was NaN or infinite."""
     skipped: bool = False
+    """Whether the update was left out."""
     held_out_loss: float | None = None
+    """Of the evaluation that followed this step, if one did."""
 
     def to_json(self) -> str:
         """One line; what JSON cannot hold (NaN, infinity) becomes a string."""
@@ -40,12 +51,14 @@ def _plain(value: Any) -> Any:
 
 
 class Metrics:
-    """``metrics.jsonl``: append, and on resume drop what came after the checkpoint."""
+    """``metrics.jsonl``, open for appending."""
 
     def __init__(self, path: Path, *, after_step: int = 0) -> None:
-        self.path = path
+        """Open ``path``; records past ``after_step``, which will be made again, are dropped."""
         kept = [line for line in read_lines(path) if json.loads(line)["step"] <= after_step]
-        path.write_text("".join(line + "\n" for line in kept))
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(f"{line}\n" for line in kept))
+        beside.replace(path)
         self._file = path.open("a", buffering=1)
 
     def write(self, record: StepRecord) -> None:

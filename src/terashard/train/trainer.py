@@ -1,51 +1,39 @@
-"""The loop: batch → pipeline → optimizer → record → checkpoint.
+"""The loop: batch → pipeline → optimizer → record → evaluation → callbacks → checkpoint.
 
-Everything that decides how a run goes on is the same number on every rank: the loss, the gradient norm and the stop flag
-come out of one reduction per step. So all ranks skip, stop and save after the same step without asking each other again.
+Everything that decides how a run goes on is the same number on every rank: the loss, the gradient
+norm and the stop flag come out of one reduction per step. So all ranks skip, stop and save after
+the same step without asking each other again.
 """
 
 import json
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from importlib import import_module
-
-import torch
+from dataclasses import replace
+from typing import Literal
 
 from terashard.checkpoint.load import Checkpoint
-from terashard.checkpoint.random_state import decode_torch_state, encode_torch_state
 from terashard.checkpoint.save import save
 from terashard.config.schema import RunConfig
-from terashard.config.write import dump, versions
-from terashard.data.batches import Cursor
-from terashard.errors import CheckpointError, ConfigError, RunError
+from terashard.errors import ConfigError, RunError
 from terashard.runtime.pipeline import Pipeline, StepResult
 from terashard.simulate.timeline import Timeline
+from terashard.train import state
+from terashard.train.callbacks import load_callback
 from terashard.train.directory import RunDirectory
 from terashard.train.optimizer import build_optimizer, set_rate
 from terashard.train.progress import Display
 from terashard.train.rate import learning_rate
 from terashard.train.record import Metrics, StepRecord
-from terashard.train.samples import Samples
-from terashard.train.state import pieces, restore_model, restore_optimizer
+from terashard.train.samples import Samples, rows_of
 from terashard.train.stop import StopFlag
+from terashard.units import show_seconds
 
-Callback = Callable[["Trainer", StepRecord], None]
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far a run has come: what a resume needs besides tensors."""
-
-    step: int = 0
-    cursor: Cursor = Cursor()
-    tokens: int = 0
-    non_finite: int = 0
+log = logging.getLogger("terashard")
 
 
 class Trainer:
-    """One rank of a training run."""
+    """One rank of a training run. The attributes without an underscore are for callbacks too."""
 
     def __init__(
         self,
@@ -57,66 +45,62 @@ class Trainer:
         display: Display,
     ) -> None:
         self.config, self.pipeline, self.directory = config, pipeline, directory
-        self.flag, self.display = flag, display
-        self.samples = Samples.of(config, pipeline.mesh)
+        self.samples, self.rows = Samples.of(config), rows_of(config, pipeline.mesh)
         named = ((pipeline.canonical(name), p) for name, p in pipeline.named_parameters())
         self.optimizer = build_optimizer(config.optimizer, named)
-        self.progress = Progress()
-        self.steps = self._length()
-        self.callbacks = [_callback(name) for name in config.train.callbacks]
+        self.progress = state.Progress()
+        self.steps = self.samples.steps(config)
         self.stopping = False
+        self._flag, self._display = flag, display
+        self._callbacks = [load_callback(name) for name in config.train.callbacks]
+        self._fault = ""
         self._saved_step = -1
         self._timeline = Timeline(())
         self._metrics: Metrics | None = None
+        self._last: StepRecord | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes and prints for all."""
+        return self.pipeline.mesh.rank == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from ``checkpoint``, whatever layout it was saved in."""
-        restore_model(self.pipeline, checkpoint)
-        restore_optimizer(self.pipeline, self.optimizer, checkpoint)
-        found = dict(checkpoint.extra)
-        try:
-            self.progress = Progress(
-                step=checkpoint.step,
-                cursor=Cursor.from_json(found["cursor"]),
-                tokens=found["tokens"],
-                non_finite=found["non_finite"],
-            )
-            states = found["random"]
-        except (KeyError, TypeError) as cause:
-            raise CheckpointError(
-                f"{checkpoint.path} lacks {cause}; it was not written by a run"
-            ) from cause
-        if len(states) == self.pipeline.mesh.world.size:
-            torch.set_rng_state(decode_torch_state(states[self.pipeline.mesh.rank]))
+        state.restore_model(self.pipeline, checkpoint)
+        state.restore_optimizer(self.pipeline, self.optimizer, checkpoint)
+        state.restore_random_state(self.pipeline.mesh, checkpoint)
+        self.progress = state.Progress.of(checkpoint)
         self._saved_step = self.progress.step
+        log.info("restored %s", checkpoint.path)
 
-    def run(self) -> str:
-        """Train to the end, or until asked to stop; returns "finished" or "stopped"."""
-        first = self.pipeline.mesh.rank == 0
-        if self.progress.step >= self.steps:
-            raise ConfigError(
-                f"the run has done {self.progress.step} of {self.steps} steps and is complete;"
-                " give a greater --train.steps to go on"
-            )
-        if first:
+    def run(self) -> Literal["finished", "stopped"]:
+        """Train to the end, or until asked to stop."""
+        require_work(self.progress.step, self.steps)
+        if self.leads:
             self._metrics = Metrics(self.directory.metrics, after_step=self.progress.step)
-        self.display.start(self.progress.step, self.steps)
+        began = time.monotonic()
+        self._display.start(self.progress.step, self.steps)
+        self._flag.notify(lambda: self.say("stopping after this step; once more stops at once"))
+        if self.samples.held_out is None:
+            self.say(f"no evaluation: nothing is held out ({self.samples.nothing_held_out})")
         try:
             while self.progress.step < self.steps and not self.stopping:
-                self._report(self._step())
+                self._end_step(self._step())
             self._finish()
         finally:
-            self.display.stop()
+            self._display.stop()
             if self._metrics is not None:
                 self._metrics.close()
-        return "finished" if self.progress.step >= self.steps else "stopped"
+        if self._fault:
+            raise RunError(f"{self._fault}: stopped, as train.non_finite says, and saved")
+        return self._conclude(time.monotonic() - began)
 
     def evaluate(self) -> float | None:
         """Mean loss per target token of the held-out batches; None if nothing is held out."""
         total, count = 0.0, 0
         ignore = self.config.loss.ignore_index
         for index in range(self.config.train.evaluate_batches):
-            drawn = self.samples.draw_held_out(index, ignore)
+            drawn = self.samples.draw_held_out(index, self.rows, ignore)
             if drawn is None:
                 break
             loss, tokens = self.pipeline.evaluate(*drawn)
@@ -126,53 +110,36 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the present step, after a look at tied weights."""
         self.pipeline.require_equal_ties()
-        self._saved_step = self.progress.step
-        world = self.pipeline.mesh.world
-        states = world.gather_bytes(encode_torch_state(torch.get_rng_state()).encode())
-        progress = self.progress
-        save(
+        began = time.monotonic()
+        path = save(
             self.directory.checkpoints,
-            progress.step,
-            pieces(self.pipeline, self.optimizer),
-            {
-                "cursor": progress.cursor.to_json(),
-                "tokens": progress.tokens,
-                "non_finite": progress.non_finite,
-                "random": [state.decode() for state in states],
-                "plan": json.loads(json.dumps(asdict(self.pipeline.plan))),
-                "config": dump(self.config),
-                "versions": versions(),
-            },
-            group=world,
+            self.progress.step,
+            state.pieces(self.pipeline, self.optimizer),
+            state.extra(self.progress, self.config, self.pipeline),
+            group=self.pipeline.mesh.world,
             keep=self.config.checkpoint.keep,
         )
+        self._saved_step = self.progress.step
+        log.info("saved %s in %s", path, show_seconds(time.monotonic() - began))
 
-    def _length(self) -> int:
-        """Steps of the whole run."""
-        train, batch = self.config.train, self.config.batch
-        if train.steps is not None:
-            return train.steps
-        if train.tokens is not None:
-            return math.ceil(train.tokens / (batch.sequences * batch.tokens))
-        if train.epochs is not None:
-            return math.ceil(train.epochs * self.samples.training.num_samples / batch.sequences)
-        raise ConfigError(
-            "the run has no length; give one of train.steps, train.tokens, train.epochs"
-        )
+    def say(self, line: str) -> None:
+        """Tell the person who watches (rank 0 does), and the log of this rank."""
+        self._display.say(line)
+        log.info(line)
 
     def _step(self) -> StepRecord:
-        started = time.perf_counter()
-        progress, tokens = self.progress, self.samples.draw(self.progress.cursor)
+        began, progress = time.perf_counter(), self.progress
         epoch = progress.cursor.epoch(self.samples.training)
-        result = self.pipeline.step(*tokens, signals=[float(self.flag.asked)])
+        drawn = self.samples.draw(progress.cursor, self.rows)
+        result = self.pipeline.step(*drawn, signals=[float(self._flag.asked)])
         rate = learning_rate(self.config.optimizer, progress.step, self.steps)
         skipped = self._update(result, rate)
         self.stopping |= result.signals[0] > 0
         self._timeline = result.timeline
         progress.step += 1
-        progress.cursor = progress.cursor.advance(self.config.batch.sequences)
+        progress.cursor = progress.cursor.advance(self.samples.sequences)
         progress.tokens += result.tokens
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - began
         return StepRecord(
             step=progress.step,
             loss=result.loss,
@@ -190,17 +157,9 @@ class Trainer:
 
     def _update(self, result: StepResult, rate: float) -> bool:
         """Clip and step; returns whether the update was left out."""
-        if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
-            self.progress.non_finite += 1
-            policy = self.config.train.non_finite
-            self.display.say(
-                f"step {self.progress.step + 1}: loss {result.loss}, gradient norm {result.gradient_norm}"
-                f" ({policy}, {self.progress.non_finite} so far)"
-            )
-            if policy == "stop":
-                self.stopping = True
-            if policy != "count":
-                return True
+        finite = math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
+        if not finite and self._leave_out(result):
+            return True
         limit = self.config.optimizer.clip_norm
         if limit is not None and result.gradient_norm > limit:
             self.pipeline.scale_gradients(limit / (result.gradient_norm + 1e-6))
@@ -209,48 +168,71 @@ class Trainer:
         self.optimizer.step()
         return False
 
-    def _report(self, record: StepRecord) -> None:
+    def _leave_out(self, result: StepResult) -> bool:
+        """Count a step that is not finite; returns whether the policy leaves its update out."""
+        self.progress.non_finite += 1
+        policy = self.config.train.non_finite
+        found = (
+            f"step {self.progress.step + 1}: loss {result.loss:.4g}, gradient norm"
+            f" {result.gradient_norm:.4g}"
+        )
+        if policy == "stop":
+            self.stopping, self._fault = True, found
+        done = {"skip": "update skipped", "count": "update made", "stop": "stopping"}[policy]
+        self.say(f"{found} ({done}; {self.progress.non_finite} so far)")
+        return policy != "count"
+
+    def _end_step(self, record: StepRecord) -> None:
+        """Evaluate, record, show, call back, save."""
         every = self.config.train.evaluate_every
         if (every and record.step % every == 0) or record.step == self.steps:
-            held_out = self.evaluate()
-            if held_out is not None:
-                record = StepRecord(**(asdict(record) | {"held_out_loss": held_out}))
-                self.display.say(f"step {record.step}: held-out loss {held_out:.4f}")
+            record = replace(record, held_out_loss=self.evaluate())
         if self._metrics is not None:
             self._metrics.write(record)
-        self.display.show(record)
-        for callback in self.callbacks:
+        self._last = record
+        self._display.show(record)
+        if record.held_out_loss is not None:
+            self.say(f"step {record.step}: held-out loss {record.held_out_loss:.4f}")
+        for callback in self._callbacks:
             callback(self, record)
         every = self.config.checkpoint.every
-        if every and record.step % every == 0:
+        if every and record.step % every == 0 and self._saved_step != record.step:
             self.save()
 
     def _finish(self) -> None:
         """The last checkpoint, and every rank's spans of the last step in one file."""
         if self._saved_step != self.progress.step:
             self.save()
-        world = self.pipeline.mesh.world
-        rows = world.gather_bytes(json.dumps(self._timeline.as_json()).encode())
-        if self.pipeline.mesh.rank == 0:
-            ranks: Sequence[object] = [json.loads(row) for row in rows]
+        rows = self.pipeline.mesh.world.gather_bytes(json.dumps(self._timeline.as_json()).encode())
+        if self.leads:
             found = {
                 "format": "terashard-timeline",
                 "version": 1,
                 "step": self.progress.step,
-                "ranks": ranks,
+                "ranks": [json.loads(row) for row in rows],
             }
             self.directory.timeline.write_text(json.dumps(found) + "\n")
 
+    def _conclude(self, seconds: float) -> Literal["finished", "stopped"]:
+        """Say how it ended and what to do next."""
+        assert self._last is not None
+        losses = f"loss {self._last.loss:.4f}"
+        if self._last.held_out_loss is not None:
+            losses += f", held-out loss {self._last.held_out_loss:.4f}"
+        path, step = self.directory.path, self.progress.step
+        if step >= self.steps:
+            self.say(f"finished {self.steps} steps in {show_seconds(seconds)}: {losses}")
+            self.say(f"run directory: {path}")
+            return "finished"
+        self.say(f"stopped after step {step} of {self.steps} and saved: {losses}")
+        self.say(f"go on with: terashard resume {path}")
+        return "stopped"
 
-def _callback(name: str) -> Callback:
-    """The function that ``module:name`` names."""
-    module, _, attribute = name.partition(":")
-    try:
-        found: Callback = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as cause:
+
+def require_work(step: int, steps: int) -> None:
+    """Refuse a run whose ``steps`` are all done."""
+    if step >= steps:
         raise ConfigError(
-            f"train.callbacks: {name!r} cannot be imported ({cause}); write module:name"
-        ) from cause
-    if not callable(found):
-        raise RunError(f"train.callbacks: {name!r} is no function")
-    return found
+            f"the run has done {step} of {steps} steps and is complete; give a greater"
+            " --train.steps to go on"
+        )

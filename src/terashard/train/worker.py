@@ -1,7 +1,9 @@
-"""One rank's process: from a run directory to a trained model. ``python -m terashard.train.worker RUN_DIR [--resume]``."""
+"""One rank's process: from a run directory to a trained model."""
 
+import json
 import logging
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +13,9 @@ import torch
 from terashard.checkpoint.load import Checkpoint, find_latest
 from terashard.comm.mesh import Mesh
 from terashard.comm.ping import ping
+from terashard.config.load import load
 from terashard.config.schema import RunConfig
+from terashard.config.write import versions
 from terashard.data.tokens import TokenFolder
 from terashard.errors import ConfigError, TerashardError
 from terashard.nn.attention import self_check
@@ -25,10 +29,12 @@ from terashard.shard.precision import Precision
 from terashard.spec.model import ModelSpec, describe
 from terashard.train.directory import RunDirectory
 from terashard.train.progress import display_for
-from terashard.train.stop import StopFlag, end_with_parent
+from terashard.train.stop import StopFlag
 from terashard.train.trainer import Trainer
 
 log = logging.getLogger("terashard")
+
+PING_SECONDS = 30.0
 
 PRECISIONS = {
     "fp32": Precision(compute=torch.float32, master=torch.float32),
@@ -44,18 +50,50 @@ class Place:
     rank: int
     local_rank: int
     local_size: int
+    machine: str
 
     @classmethod
     def of_environment(cls) -> "Place":
         """What torch's launcher put into the environment."""
-        return cls(*(int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+        return cls(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            machine=f"{os.environ.get('GROUP_RANK', '')} on {socket.gethostname()}",
+        )
 
 
-def train(config: RunConfig, directory: RunDirectory, *, resume: bool) -> str:
-    """Train as the rank that the environment names; returns "finished" or "stopped"."""
-    flag = StopFlag()
-    flag.listen()
-    end_with_parent()
+def main(words: list[str], flag: StopFlag) -> None:
+    """The process that ``launch`` starts; does not return."""
+    directory = RunDirectory(Path(words[0]))
+    resume = "--resume" in words[1:]
+    config = load(directory.request) if resume else directory.config()
+    leave(work(config, directory, flag, resume=resume))
+
+
+def leave(code: int) -> None:
+    """End this process now: a thread of a broken transport must not keep it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def work(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume: bool) -> int:
+    """``train``, with logs and with failures written down; returns the exit code."""
+    place = Place.of_environment()
+    _keep_log(directory, place)
+    try:
+        train(config, directory, flag, resume=resume)
+    except BaseException as error:  # a callback's SystemExit too: the other ranks wait for this one
+        level = logging.ERROR if isinstance(error, TerashardError) else logging.CRITICAL
+        log.log(level, "rank %d failed", place.rank, exc_info=True)
+        directory.write_error(place.rank, error)
+        return 1
+    return 0
+
+
+def train(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume: bool) -> None:
+    """Train as the rank that the environment names, to the end or until asked to stop."""
     place = Place.of_environment()
     torch.set_num_threads(config.run.threads or _threads(place))
     spec, plan = model_and_plan(config)
@@ -66,21 +104,30 @@ def train(config: RunConfig, directory: RunDirectory, *, resume: bool) -> str:
         device=_device(config, place),
         timeout=config.run.timeout,
     )
-    try:
-        ping(mesh, min(config.run.timeout, 30.0))
-        checkpoint = Checkpoint.open(find_latest(directory.checkpoints)) if resume else None
-        trainer = _trainer(config, spec, plan, mesh, directory, flag)
-        if checkpoint is not None:
-            trainer.restore(checkpoint)
-        log.info("%s begins at step %d of %d", mesh, trainer.progress.step, trainer.steps)
-        state = trainer.run()
-        log.info("%s %s after step %d", mesh, state, trainer.progress.step)
-        if place.rank == 0:
-            directory.write_status(state, trainer.progress.step)
-        mesh.world.barrier()
-    finally:
-        mesh.close()
-    return state
+    flag.look_after(_neighbours(mesh, place))
+    ping(mesh, min(config.run.timeout, PING_SECONDS))
+    checkpoint = Checkpoint.open(find_latest(directory.checkpoints)) if resume else None
+    trainer = Trainer(
+        config,
+        build_pipeline(config, spec, plan, mesh),
+        directory,
+        flag=flag,
+        display=display_for(mesh.rank, config.train.log_every),
+    )
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    log.info("%s of %s; versions: %s", mesh, plan, versions())
+    mesh.world.barrier()
+    if trainer.leads:
+        directory.describe(config, plan)
+        directory.write_status("running", trainer.progress.step)
+    log.info("begins at step %d of %d", trainer.progress.step, trainer.steps)
+    state = trainer.run()
+    if trainer.leads:
+        directory.write_status(state, trainer.progress.step)
+    mesh.world.barrier()
+    flag.rest()
+    mesh.close()
 
 
 def model_and_plan(config: RunConfig) -> tuple[ModelSpec, Plan]:
@@ -90,14 +137,8 @@ def model_and_plan(config: RunConfig) -> tuple[ModelSpec, Plan]:
     return spec, plan_of(config, config.model.num_layers)
 
 
-def _trainer(
-    config: RunConfig,
-    spec: ModelSpec,
-    plan: Plan,
-    mesh: Mesh,
-    directory: RunDirectory,
-    flag: StopFlag,
-) -> Trainer:
+def build_pipeline(config: RunConfig, spec: ModelSpec, plan: Plan, mesh: Mesh) -> Pipeline:
+    """This rank's stage of the model, with its initial values."""
     precision, last = PRECISIONS[config.train.precision], plan.stages - 1
 
     def stage(index: int) -> StageModule:
@@ -111,7 +152,7 @@ def _trainer(
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
     )
-    pipeline = Pipeline(
+    return Pipeline(
         stage,
         plan,
         mesh,
@@ -119,8 +160,6 @@ def _trainer(
         precision=precision,
         fill=Initialiser(spec, config.run.seed),
     )
-    display = display_for(mesh.rank, config.train.log_every)
-    return Trainer(config, pipeline, directory, flag=flag, display=display)
 
 
 def _loss(config: RunConfig) -> CrossEntropy:
@@ -134,6 +173,17 @@ def _loss(config: RunConfig) -> CrossEntropy:
     )
 
 
+def _neighbours(mesh: Mesh, place: Place) -> dict[int, int]:
+    """Rank → process of the other ranks that the same launcher started."""
+    mine = json.dumps([place.machine, os.getpid()]).encode()
+    told = [json.loads(text) for text in mesh.world.gather_bytes(mine)]
+    return {
+        rank: process
+        for rank, (machine, process) in enumerate(told)
+        if machine == place.machine and rank != mesh.rank
+    }
+
+
 def _threads(place: Place) -> int:
     return max(1, len(os.sched_getaffinity(0)) // place.local_size)
 
@@ -142,44 +192,22 @@ def _device(config: RunConfig, place: Place) -> torch.device:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.run.device == "cpu" or (config.run.device == "auto" and found < place.local_size):
         return torch.device("cpu")
-    if found == 0:
-        raise ConfigError("run.device = 'cuda', but torch sees no CUDA device; use 'auto' or 'cpu'")
-    return torch.device("cuda", place.local_rank % found)
+    if found < place.local_size:
+        raise ConfigError(
+            f"run.device = 'cuda', but torch sees {found} CUDA devices for {place.local_size}"
+            " processes; use 'auto' or 'cpu', or fewer processes"
+        )
+    return torch.device("cuda", place.local_rank)
 
 
 def _keep_log(directory: RunDirectory, place: Place) -> None:
-    """Log into this rank's file; of ranks other than the first, whatever they print as well."""
+    """Log into this rank's file, with what it prints; the first rank keeps its standard output."""
     path = directory.log(place.rank)
     logging.basicConfig(
         filename=path, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if place.rank:
-        with path.open("ab", buffering=0) as file:
+    logging.captureWarnings(True)
+    with path.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+        if place.rank:
             os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-
-
-def work(config: RunConfig, directory: RunDirectory, *, resume: bool) -> int:
-    """``train``, with logs and with failures written down; returns the exit code."""
-    place = Place.of_environment()
-    _keep_log(directory, place)
-    try:
-        train(config, directory, resume=resume)
-    except Exception as error:
-        level = logging.ERROR if isinstance(error, TerashardError) else logging.CRITICAL
-        log.log(level, "rank %d failed", place.rank, exc_info=True)
-        directory.write_error(place.rank, error)
-        return 1
-    return 0
-
-
-def main(words: list[str]) -> int:
-    """The process that ``launch`` starts."""
-    directory = RunDirectory(Path(words[0]))
-    return work(directory.config(), directory, resume="--resume" in words[1:])
-
-
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(code)  # a daemon thread of a broken transport must not keep the process

@@ -11,7 +11,8 @@
     └── RunError           something that happened while a run was going on
         └── CommunicationError   a peer that is gone, a message that did not come
 
-A message says what was found, what is allowed, and what to do. On a cluster, rank, stage and cell come first.
+A message says what was found, what is allowed, and what to do. On a cluster, rank, stage and cell
+come first.
 """
 
 

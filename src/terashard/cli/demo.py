@@ -122,7 +122,8 @@ def _show_result(console: Console, run_directory: Path, tables: Baseline) -> int
                 "held-out loss ",
                 (f"{held_out:.3f}", "bold"),
                 " nats per byte,",
-                f" {verdict} the bigram table ({tables.bigram:.3f}) and the unigram table ({tables.unigram:.3f})",
+                f" {verdict} the bigram table ({tables.bigram:.3f})",
+                f" and the unigram table ({tables.unigram:.3f})",
             ),
             soft_wrap=True,
         )

@@ -1,11 +1,11 @@
 """What shard, runtime and train ask of communication, whoever carries it.
 
-A ``Group`` is a fixed, ordered set of members. Two implementations: threads of one process (``threads.py``, for
-tests and examples) and processes over ``torch.distributed`` (``process.py``). Nothing above this floor calls
-``torch.distributed``'s communication itself.
+A ``Group`` is a fixed, ordered set of members. Two implementations: threads of one process
+(``threads.py``, for tests and examples) and processes over ``torch.distributed`` (``process.py``).
+Nothing above this floor calls ``torch.distributed``'s communication itself.
 
-Sends are *buffered*: ``send`` returns at once, and the tensor must stay unchanged until its ``Work`` was waited for.
-Collectives of one group must be issued in the same order by all members.
+Sends are *buffered*: ``send`` returns at once, and the tensor must stay unchanged until its
+``Work`` was waited for. Collectives of one group must be issued in the same order by all members.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,10 @@ class Work(Protocol):
     """An operation that was issued and may not have finished."""
 
     def wait(self) -> None:
-        """Block until the operation is finished; raise ``CommunicationError`` if a peer is gone or too late."""
+        """Block until the operation is finished.
+
+        Raises ``CommunicationError`` if a peer is gone or too late.
+        """
 
 
 class Group(Protocol):
@@ -40,22 +43,30 @@ class Group(Protocol):
         """Send a contiguous ``tensor`` to the member at position ``peer``."""
 
     def receive(self, buffer: Tensor, peer: int, tag: int = 0) -> Work:
-        """Receive into a contiguous ``buffer`` from position ``peer``; the sender's shape and dtype are the same."""
+        """Receive into a contiguous ``buffer``, of the sent shape and type, from ``peer``."""
 
     def gather_rows(self, full: Sequence[Tensor]) -> Work:
-        """Complete every tensor in place: own rows (``row_range`` of dim 0) are there, the others' are fetched."""
+        """Complete every tensor in place.
+
+        This member's own rows (``row_range`` of dim 0) are there already; those of the others are
+        fetched.
+        """
 
     def sum_scatter(self, full: Sequence[Tensor], rows: Sequence[Tensor]) -> Work:
-        """``rows[j]`` becomes the sum over members, in rank order, of their ``full[j]`` at *this* member's rows.
+        """``rows[j]`` becomes the sum over members of their ``full[j]`` at *this* member's rows.
 
-        Sums are taken in the wider of float32 and the tensors' own type. ``full`` is left as it was.
+        Sums are taken in rank order, in the wider of float32 and the tensors' own type; a backend
+        that sums by itself (NCCL) keeps its own order. ``full`` is left as it was.
         """
 
     def sum(self, tensor: Tensor) -> Work:
-        """Sum ``tensor`` in place over all members; every member ends with bitwise the same values."""
+        """Sum ``tensor`` in place over all members; all end with bitwise the same values."""
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every member's ``payload``, of any length, in order of position. Blocking; for set-up, not for steps."""
+        """Every member's ``payload``, of any length, in order of position.
+
+        Blocking; for set-up, not for steps.
+        """
 
     def barrier(self) -> None:
         """Return once every member has called it."""

@@ -38,15 +38,19 @@ class Communicators:
         kind = NcclGroup if dist.get_backend(handle) == "nccl" else GlooGroup
         return kind(handle, ranks, name)
 
-    def device_mesh(self, axes: tuple[str, str]) -> DeviceMesh:
-        """The ranks of this stage, replicas x shards, on the same process groups."""
-        members = torch.tensor(self.layout.members("data", self.rank))
+    def device_mesh(self) -> DeviceMesh:
+        """All ranks as torch's mesh of ("replica", "stage", "shard"), on the same process groups."""
+        layout = self.layout
         return DeviceMesh.from_group(
-            [self.handles["replica"], self.handles["shard_gather"]],
+            [self.handles[name] for name in _AXES],
             self.device.type,
-            mesh=members.view(self.layout.replicas, self.layout.shards),
-            mesh_dim_names=axes,
+            mesh=torch.arange(layout.size).view(layout.replicas, layout.stages, layout.shards),
+            mesh_dim_names=("replica", "stage", "shard"),
         )
+
+
+_AXES = ("replica", "down", "shard_gather")
+"""Groups that serve torch's mesh, and are made even for one member."""
 
 
 def join(layout: Layout, device: torch.device, timeout: float) -> Communicators:
@@ -105,7 +109,7 @@ def _handle(
 ) -> dist.ProcessGroup | None:
     if name in ("world", "data") and len(ranks) == layout.size:
         return dist.group.WORLD
-    if len(ranks) == 1 and name not in ("shard_gather", "replica"):  # these serve the device mesh
+    if len(ranks) == 1 and name not in _AXES:
         return None
     made: dist.ProcessGroup | None = dist.new_group(list(ranks), timeout=timeout, group_desc=name)
     return made

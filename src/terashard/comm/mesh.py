@@ -130,7 +130,7 @@ class Mesh:
             layout=layout,
             rank=joined.rank,
             device=joined.device,
-            device_mesh=joined.device_mesh(AXES),
+            device_mesh=joined.device_mesh()[AXES],
             owns_processes=joined.owned,
             **_groups(layout, joined.rank, joined.group),
         )

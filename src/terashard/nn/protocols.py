@@ -2,11 +2,13 @@ r"""What the runtime asks of a model, terashard's own or anyone's.
 
 A *stage* is a run of *units*. A unit is a module that is called once per token slice::
 
-    y = unit(x, carry, where)          x [B, n, C] (tokens [B, n] for the first unit of stage 0),  y [B, n, C]
+    y = unit(x, carry, where)       x [B, n, C] (tokens [B, n] for the first unit of stage 0)
+                                    y [B, n, C]
 
-where ``carry`` holds what earlier slices of the same sequences left for this one, and ``where`` says which tokens
-these are. Units are also what sharding gathers and releases together. The last stage may end with a *head*: a unit
-called as ``head(x)`` together with the loss, inside the forward cell, so that no logits outlive it.
+where ``carry`` holds what earlier slices of the same sequences left for this one, and ``where``
+says which tokens these are. Units are also what sharding gathers and releases together. The last
+stage may end with a *head*: a unit called as ``head(x)`` together with the loss, inside the forward
+cell, so that no logits outlive it.
 
 Shapes: B sequences, n tokens of this slice, N tokens of the whole sequence, C channels.
 """
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 class TokenSlice:
     """Tokens ``[start, stop)`` of sequences of ``total`` tokens: slice number ``index``.
 
-    ``recompute`` is true when the same slice is run forward a second time, to rebuild its graph before its backward.
+    ``recompute`` is true when the same slice is run forward a second time, to rebuild its graph
+    before its backward.
     """
 
     index: int
@@ -35,13 +38,13 @@ class TokenSlice:
 
 @runtime_checkable
 class Carry(Protocol):
-    """What the slices of one micro-batch leave for later slices in one unit, and the gradient that comes back."""
+    """What the slices of one micro-batch leave for later slices in one unit, and the way back."""
 
     def roots(self, index: int) -> Sequence[tuple[Tensor, Tensor]]:
         """Outputs of slice ``index`` that later slices used, each with the gradient they owe it.
 
-        Called once, right before the backward of slice ``index``, after the backward of every later slice. A carry
-        that hands gradients back inside its own autograd function returns nothing here.
+        Called once, right before the backward of slice ``index``, after the backward of every later
+        slice. A carry that hands gradients back inside its own autograd function returns nothing.
         """
 
     def forget(self, index: int) -> None:
@@ -58,7 +61,10 @@ class SliceUnit(Protocol):
     def new_carry(
         self, batch: int, length: int, *, device: torch.device, dtype: torch.dtype
     ) -> Carry | None:
-        """A fresh carry for ``batch`` sequences of ``length`` tokens, or None if slices do not meet in this unit."""
+        """A fresh carry for ``batch`` sequences of ``length`` tokens.
+
+        None, or no such method, if slices do not meet in this unit.
+        """
 
 
 @runtime_checkable
@@ -71,11 +77,12 @@ class StageModule(Protocol):
     def units(self) -> Sequence[tuple[str, nn.Module]]:
         """Global name and module of every unit, in order of use, the head (if any) last.
 
-        A parameter's global name is ``f"{unit}.{name inside the unit}"`` and must not depend on how layers are split.
+        A parameter's global name is ``f"{unit}.{name inside the unit}"``; it must not depend on how
+        layers are split.
         """
 
     def has_head(self) -> bool:
         """Whether the last unit is a head, called as ``head(x)`` together with the loss."""
 
     def ties(self) -> Mapping[str, str]:
-        """Global name of a parameter here → global name of the parameter, in another stage, that it always equals."""
+        """Global names of parameters here → of those in the first stage that they always equal."""

@@ -23,8 +23,7 @@ from tests.helpers.models import LAYERS, Batch, Witness, decoder_stages, sample,
 from tests.helpers.threads import run_mesh
 
 FLOAT64 = Precision(compute=torch.float64, master=torch.float64)
-SEQUENCES, TOKENS = 3, 8
-"""Of one data-parallel rank."""
+TOKENS = 8
 
 CUTS: dict[str, tuple[int, ...]] = {
     "whole": (8,),
@@ -52,6 +51,8 @@ class Setting:
     micros: int = 1
     cut: str = "whole"
     ignored: bool = False
+    each: int = 3
+    """Sequences of one data-parallel rank."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -62,7 +63,7 @@ class Setting:
         if self.cut == "mixed":
             partition: tuple[MicroBatch, ...] = MIXED[self.micros]
         else:
-            partition = (MicroBatch(SEQUENCES // self.micros, CUTS[self.cut]),) * self.micros
+            partition = (MicroBatch(self.each // self.micros, CUTS[self.cut]),) * self.micros
         return Plan(
             stages=self.stages,
             shards=self.shards,
@@ -75,7 +76,7 @@ class Setting:
     @property
     def sequences(self) -> int:
         """Of all data-parallel ranks."""
-        return SEQUENCES * self.shards * self.replicas
+        return self.each * self.shards * self.replicas
 
     @property
     def batch(self) -> Batch:

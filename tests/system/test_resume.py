@@ -25,9 +25,15 @@ def words_of(optimizer: str, model: str) -> list[str]:
     return " ".join((OPTIMIZERS[optimizer], MODELS[model], LENGTH)).split()
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", [{"stages": 2}, {"shards": 2}])
+@pytest.mark.parametrize(
+    ("optimizer", "model", "layout"),
+    [
+        ("adamw", "llama", {"stages": 2}),
+        ("sgd", "gpt2, tied", {"stages": 2}),
+        ("adamw", "gpt2, tied", {"shards": 2}),
+        ("sgd", "llama", {"shards": 2}),
+    ],
+)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
     layout: dict[str, int], optimizer: str, model: str, tmp_path: Path
 ) -> None:
@@ -43,8 +49,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
         assert numbers(found) == numbers(whole)  # each step once, and every bit of it
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "model"), [("adamw", "llama"), ("sgd", "gpt2, tied")])
 def test_a_run_goes_on_in_any_other_layout(optimizer: str, model: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, *words_of(optimizer, model))
     whole = train(config, tmp_path / "whole", stages=2)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,16 @@ class Command:
 
     def __exit__(self, *_: object) -> None:
         for process in (*self.look_around(), self.process):
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         self.process.wait()
         for file in self._files:
             file.close()
 
     def look_around(self) -> set[psutil.Process]:
         """Every process that was ever seen below this command."""
-        try:
+        with suppress(psutil.NoSuchProcess):
             self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass
         return self._seen
 
     def workers(self) -> list[psutil.Process]:

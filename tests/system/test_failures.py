@@ -1,4 +1,4 @@
-"""Whatever ends a run, it ends soon, leaves no process, says why in one message, and loses nothing."""
+"""Whatever ends a run: it ends soon, leaves no process, says why once, and loses nothing."""
 
 import json
 import os
@@ -17,7 +17,15 @@ pytestmark = pytest.mark.processes
 
 CALLBACKS = '''
 import errno
+import os
+import signal
 import time
+
+
+def dies(trainer, record):
+    """Rank 1 is killed when rank 0 can do nothing but wait for it."""
+    if trainer.pipeline.mesh.rank == 1 and record.step == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fails(trainer, record):
@@ -72,32 +80,27 @@ def require_intact(run: Path, step: int) -> None:
 
 def test_a_killed_rank_ends_the_run_and_a_killed_launcher_ends_the_ranks(folder: Path) -> None:
     run = folder / "run"
-    with start(folder) as command:
+    with start(folder, "--train.callbacks", "called:dies") as command:
         command.until_step(run, 12)
         killed = time.monotonic()
-        command.workers()[1].kill()
         assert command.wait() == 1
         assert time.monotonic() - killed < 30
         assert command.survivors(within=1) == []
         said = command.err().splitlines()
-        assert said[0] == "error: rank 1 was killed by SIGKILL"
-        assert said[1].startswith("rank 0 (replica 0, stage 0, shard 0)")
-        assert "rank 1" in said[1]
-        assert said[2:] == [
-            "logs: run/logs",
-            f"go on from {find_latest(run / 'checkpoints').name} with: terashard resume run",
-        ]
+    assert said[0] == "error: rank 1 was killed by SIGKILL"
+    assert said[1].startswith("rank 0 (replica 0, stage 0, shard 0), after step 12, position ")
+    assert "of cell 0.0.1 from rank 1 (replica 0, stage 1, shard 0), failed: " in said[1]
+    assert said[2:] == ["logs: run/logs", "go on from step-00000010 with: terashard resume run"]
     assert json.loads((run / "status.json").read_text())["state"] == "failed"
     require_intact(run, 10)
-    step = Checkpoint.open(find_latest(run / "checkpoints")).step
-    with Command(folder, "resume", "run") as command:
-        command.until_step(run, step + 12)
+    with Command(folder, "resume", "run", "--train.callbacks") as command:
+        command.until_step(run, 22)
         workers = command.workers()
         assert len(workers) == 2
         command.process.kill()
         command.process.wait()
         assert command.survivors(within=5) == []
-    require_intact(run, step + 10)
+    require_intact(run, 20)
     found = steps_of(run)
     assert found == list(range(1, found[-1] + 1))
 
@@ -107,8 +110,8 @@ def test_an_exception_in_one_rank_is_told_and_not_the_others_lost_connection(fol
         assert command.wait(60) == 1
         assert command.survivors(within=1) == []
         assert command.err().splitlines() == [
-            "error: rank 1 (replica 0, stage 1, shard 0): callback called:fails failed after step 3:"
-            " ValueError: no such luck",
+            "error: rank 1 (replica 0, stage 1, shard 0): callback called:fails failed after"
+            " step 3: ValueError: no such luck",
             "logs: run/logs",
             "no checkpoint was written yet",
         ]
@@ -130,6 +133,21 @@ def test_a_full_disk_ends_the_run_with_the_earlier_checkpoints_intact(folder: Pa
     require_intact(folder / "run", 10)
     left = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
     assert left == ["latest", "step-00000005", "step-00000010"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_at_any_moment_ends_the_run(rank: int, folder: Path) -> None:
+    other = 1 - rank
+    with start(folder) as command:
+        command.until_step(folder / "run", 12)
+        command.workers()[rank].kill()
+        assert command.wait() == 1
+        assert command.survivors(within=1) == []
+        said = command.err().splitlines()
+    assert said[0] == f"error: rank {rank} was killed by SIGKILL"
+    assert said[1].startswith(f"rank {other} (replica 0, stage {other}, shard 0), after step ")
+    require_intact(folder / "run", 10)
 
 
 @pytest.mark.slow

@@ -103,7 +103,6 @@ def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resum
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     directory.begin()
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # we say it ourselves
     os.environ.setdefault("OMP_NUM_THREADS", str(config.run.threads or _threads(processes)))
     words = ["-m", "terashard.train", str(directory.path), *["--resume"] * resume]
     try:
@@ -124,6 +123,9 @@ def _elastic(config: RunConfig, processes: int) -> Any:
     """torch's launcher for ``processes`` workers on this machine."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # we say it ourselves
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -15,7 +15,7 @@ from typing import Literal
 from terashard.checkpoint.load import Checkpoint
 from terashard.checkpoint.save import save
 from terashard.config.schema import RunConfig
-from terashard.errors import ConfigError, RunError
+from terashard.errors import CommunicationError, ConfigError, RunError
 from terashard.runtime.pipeline import Pipeline, StepResult
 from terashard.simulate.timeline import Timeline
 from terashard.train import state
@@ -52,7 +52,7 @@ class Trainer:
         self.steps = self.samples.steps(config)
         self.stopping = False
         self._flag, self._display = flag, display
-        self._callbacks = [load_callback(name) for name in config.train.callbacks]
+        self.callbacks = [load_callback(name) for name in config.train.callbacks]
         self._fault = ""
         self._saved_step = -1
         self._timeline = Timeline(())
@@ -87,6 +87,8 @@ class Trainer:
             while self.progress.step < self.steps and not self.stopping:
                 self._end_step(self._step())
             self._finish()
+        except CommunicationError as cause:
+            raise self._located(cause) from cause
         finally:
             self._display.stop()
             if self._metrics is not None:
@@ -193,7 +195,7 @@ class Trainer:
         self._display.show(record)
         if record.held_out_loss is not None:
             self.say(f"step {record.step}: held-out loss {record.held_out_loss:.4f}")
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             callback(self, record)
         every = self.config.checkpoint.every
         if every and record.step % every == 0 and self._saved_step != record.step:
@@ -212,6 +214,12 @@ class Trainer:
                 "ranks": [json.loads(row) for row in rows],
             }
             self.directory.timeline.write_text(json.dumps(found) + "\n")
+
+    def _located(self, cause: CommunicationError) -> CommunicationError:
+        """``cause`` with this rank, its stage and the step in front, whoever raised it."""
+        mesh = self.pipeline.mesh
+        rest = str(cause).removeprefix(f"{mesh}, ").removeprefix(f"rank {mesh.rank}, ")
+        return CommunicationError(f"{mesh}, after step {self.progress.step}, {rest}")
 
     def _conclude(self, seconds: float) -> Literal["finished", "stopped"]:
         """Say how it ended and what to do next."""

@@ -80,3 +80,13 @@ def test_every_link_leads_somewhere(page: str) -> None:
         if not ((ROOT / page).parent / link).exists()
     ]
     assert broken == []
+
+
+def test_the_reference_of_the_run_file_is_the_schema() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import write_reference
+    finally:
+        sys.path.pop(0)
+    written = write_reference.PAGE.read_text()
+    assert written == write_reference.page(), "run: python scripts/write_reference.py"

@@ -135,7 +135,7 @@ def _show_result(console: Console, run_directory: Path, tables: Baseline) -> int
 def _show_next(console: Console, run_directory: Path) -> None:
     _heading(console, "Next", "")
     steps = (
-        ("train on for twice as long", f"terashard resume {run_directory} --train.steps 1000"),
+        ("train on, twice as long", f"terashard resume {run_directory} --train.steps 800"),
         ("prepare text of your own", "terashard data prepare PATH... -o tokens"),
         ("train a run of your own", "terashard train RUN.toml"),
         ("see how a step is cut", "terashard schedule show --preset demo --parallel.slices 8"),

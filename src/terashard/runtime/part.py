@@ -93,10 +93,11 @@ def _first_uses(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple
 
 
 def _trained(schedule: Schedule, rank: int) -> Iterator[UnitKey]:
-    for stage in schedule.grid.stages_of(rank) if schedule.training else ():
-        for index, unit in enumerate(schedule.units[stage]):
-            if unit.reductions:
-                yield UnitKey(stage, index)
+    if schedule.training and schedule.units:
+        for stage in schedule.grid.stages_of(rank):
+            for index, unit in enumerate(schedule.units[stage]):
+                if unit.reductions:
+                    yield UnitKey(stage, index)
 
 
 def _acknowledged(

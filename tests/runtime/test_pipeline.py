@@ -1,0 +1,364 @@
+"""The public face: what fits is exact, frozen or not; what does not fit is refused on all ranks."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terashard.comm.mesh import Mesh
+from terashard.errors import PlanError, RunError, ScheduleError, TerashardError
+from terashard.nn.init import Initialiser
+from terashard.nn.protocols import Carry, StageModule, TokenSlice
+from terashard.plan.plan import Plan
+from terashard.runtime.pipeline import Pipeline
+from terashard.schedule.actions import MicroBatch, Receive, Send
+from terashard.shard.precision import Precision
+from tests.helpers.layouts import (
+    FLOAT64,
+    RankOutcome,
+    Setting,
+    Whole,
+    gradient_rows,
+    run_plan,
+    step_on_threads,
+    step_once,
+)
+from tests.helpers.models import (
+    WIDTH,
+    Plain,
+    UserStage,
+    decoder_stages,
+    sample,
+    user_loss,
+    user_stages,
+    user_units,
+    user_witness,
+)
+
+Named = list[tuple[str, nn.Module]]
+PARTITION = (MicroBatch(1, (2, 4)), MicroBatch(1, (6,)))
+
+
+def _plan(stages: int = 1, shards: int = 1) -> Plan:
+    return Plan(stages=stages, shards=shards, partition=PARTITION)
+
+
+class _Nothing(nn.Module):
+    """A unit without parameters."""
+
+    def forward(self, x: Tensor, carry: Carry | None, where: TokenSlice) -> Tensor:
+        return x * 2.0
+
+
+def _freeze(named: Named, *names: str) -> None:
+    for name, unit in named:
+        if name in names:
+            unit.requires_grad_(False)
+
+
+CHANGES: dict[str, Callable[[Named], None]] = {
+    "the first unit frozen": lambda named: _freeze(named, "unit0"),
+    "the first stage frozen": lambda named: _freeze(named, "unit0", "unit1"),
+    "a unit in the middle frozen": lambda named: _freeze(named, "unit2"),
+    "the last stage frozen": lambda named: _freeze(named, "unit2", "unit3", "unit4"),
+    "one parameter frozen": lambda named: named[1][1].gate.weight.requires_grad_(False),
+    "a unit without parameters": lambda named: named.insert(2, ("nothing", _Nothing())),
+}
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_frozen_and_empty_units_leave_all_other_gradients_exact(
+    change: Callable[[Named], None], ranks: tuple[int, int]
+) -> None:
+    stages, shards = ranks
+    batch = sample(2 * shards, 6)
+    build = user_stages(stages, change)
+    whole = step_on_threads(_plan(stages, shards), build, user_loss, batch)
+    wanted = user_witness(batch, change)
+    assert whole.gradients.keys() == wanted.gradients.keys()
+    whole.require(wanted)
+
+
+def test_a_stage_without_any_parameter_passes_gradients_on() -> None:
+    def build(index: int) -> StageModule:
+        return UserStage([user_units()[:3], [("nothing", _Nothing())]][index])
+
+    def plain(named: Named) -> None:
+        named[3:] = [("nothing", _Nothing())]
+
+    batch = sample(2, 6)
+    step_on_threads(_plan(2), build, user_loss, batch).require(user_witness(batch, plain))
+
+
+def test_when_everything_is_frozen_a_step_gives_the_loss_and_no_gradients() -> None:
+    def freeze(named: Named) -> None:
+        _freeze(named, *(name for name, _ in named))
+
+    def rank(mesh: Mesh) -> float:
+        pipeline = Pipeline(
+            user_stages(2, freeze), _plan(2), mesh, loss=user_loss, precision=FLOAT64
+        )
+        batch = sample(2, 6)
+        result = pipeline.step(batch.tokens, batch.targets)
+        assert result.gradient_norm == 0.0
+        assert gradient_rows(pipeline) == {}
+        return result.loss
+
+    wanted = user_witness(sample(2, 6)).loss
+    assert run_plan(_plan(2), rank) == [pytest.approx(wanted, rel=1e-12)] * 2
+
+
+def test_all_targets_ignored_gives_no_loss_and_no_gradients() -> None:
+    setting = Setting(stages=2, shards=2, tied=True, cut="equal")
+
+    def rank(mesh: Mesh) -> None:
+        pipeline = setting.pipeline(mesh)
+        tokens, targets = setting.batch.part(mesh.data.rank, mesh.data.size)
+        result = pipeline.step(tokens, torch.full_like(targets, -100))
+        assert (result.loss, result.tokens, result.gradient_norm) == (0.0, 0, 0.0)
+        assert pipeline.evaluate(tokens, torch.full_like(targets, -100)) == (0.0, 0)
+        assert all(not rows.any() for rows in gradient_rows(pipeline).values())
+
+    run_plan(setting.plan, rank)
+
+
+def test_a_loss_that_is_no_number_reaches_every_rank_and_harms_no_later_step() -> None:
+    setting = Setting(stages=2, tied=True, cut="equal")
+
+    def rank(mesh: Mesh) -> RankOutcome:
+        pipeline = setting.pipeline(mesh)
+        some = pipeline.units[0].parameters[-1].local
+        kept = some.clone()
+        some.fill_(math.nan)
+        broken = step_once(pipeline, setting.batch)
+        assert math.isnan(broken.loss)
+        assert math.isnan(broken.norm)
+        some.copy_(kept)
+        return step_once(pipeline, setting.batch)
+
+    Whole.of(run_plan(setting.plan, rank)).require(setting.witness)
+
+
+def test_signals_are_summed_over_all_ranks() -> None:
+    setting = Setting(stages=2, shards=2)
+
+    def rank(mesh: Mesh) -> tuple[float, ...]:
+        batch = setting.batch.part(mesh.data.rank, mesh.data.size)
+        return setting.pipeline(mesh).step(*batch, signals=[mesh.rank, 1.0]).signals
+
+    assert run_plan(setting.plan, rank) == [(6.0, 4.0)] * 4
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 6, 1), (12,)])
+def test_a_batch_of_another_shape_is_refused_before_anything_runs(shape: tuple[int, ...]) -> None:
+    def rank(mesh: Mesh) -> None:
+        pipeline = Pipeline(user_stages(1), _plan(), mesh, loss=user_loss, precision=FLOAT64)
+        wrong, batch = torch.zeros(shape, dtype=torch.long), sample(2, 6)
+        for tokens, targets in ((wrong, batch.targets), (batch.tokens, wrong)):
+            for run in (pipeline.step, pipeline.evaluate):
+                with pytest.raises(RunError, match=r"the plan works on \(2, 6\)"):
+                    run(tokens, targets)
+        pipeline.step(batch.tokens, batch.targets)
+
+    run_plan(_plan(), rank)
+
+
+def _refusals(
+    build: Callable[[Mesh], object], kind: type[TerashardError], *, stages: int = 2, shards: int = 1
+) -> list[str]:
+    """What every rank says; all must refuse of their own accord, so that none is left waiting."""
+
+    def rank(mesh: Mesh) -> str:
+        with pytest.raises(kind) as caught:
+            build(mesh)
+        return str(caught.value)
+
+    return run_plan(_plan(stages, shards), rank)
+
+
+def _said(build: Callable[[Mesh], object], *, stages: int = 2, shards: int = 1) -> str:
+    """The one sentence with which all ranks refuse."""
+    (said,) = set(_refusals(build, PlanError, stages=stages, shards=shards))
+    return said
+
+
+def _build(mesh: Mesh, stages: Callable[[int], object], plan: Plan | None = None) -> Pipeline:
+    plan = plan or _plan(mesh.stages, mesh.shards)
+    return Pipeline(stages, plan, mesh, loss=user_loss, precision=FLOAT64)  # type: ignore[arg-type]
+
+
+def test_a_plan_for_another_mesh_is_refused() -> None:
+    said = _said(lambda mesh: _build(mesh, user_stages(2), _plan(1, 2)))
+    assert said.startswith("the plan has 1 replicas x 1 stages x 2 shards, but the mesh has 1 x 2")
+
+
+def test_ranks_with_different_plans_are_refused() -> None:
+    def build(mesh: Mesh) -> Pipeline:
+        partition = (MicroBatch(2, ((3, 3), (2, 4))[mesh.rank]),)
+        return _build(mesh, user_stages(2), Plan(stages=2, partition=partition))
+
+    assert _said(build).startswith("rank 1 runs another plan or precision than rank 0")
+
+
+def test_ranks_with_different_precisions_are_refused() -> None:
+    def build(mesh: Mesh) -> Pipeline:
+        precision = (FLOAT64, Precision())[mesh.rank]
+        return Pipeline(user_stages(2), _plan(2), mesh, loss=user_loss, precision=precision)
+
+    assert _said(build).startswith("rank 1 runs another plan or precision than rank 0")
+
+
+def test_shards_with_different_parameters_are_refused() -> None:
+    def build(mesh: Mesh) -> Pipeline:
+        def change(named: Named) -> None:
+            if mesh.rank == 3:
+                named[4][1].up.requires_grad_(False)
+
+        return _build(mesh, user_stages(2, change))
+
+    said = _said(build, shards=2)
+    assert said.startswith("rank 3 built stage 1 otherwise than rank 2")
+
+
+def test_stages_of_different_widths_are_refused() -> None:
+    said = _said(lambda mesh: _build(mesh, lambda i: UserStage([(f"u{i}", Plain())], 16 + i)))
+    assert said.startswith("stage 1 is 17 channels wide, stage 0 16")
+
+
+def test_a_stage_without_units_is_refused() -> None:
+    said = _said(lambda mesh: _build(mesh, lambda i: UserStage([("u", Plain())] * (1 - i))))
+    assert said == "stage 1 has no units; every stage needs at least one"
+
+
+def test_two_units_of_one_name_are_refused() -> None:
+    said = _said(lambda mesh: _build(mesh, lambda i: UserStage([("unit", Plain())])))
+    assert said.startswith("2 units or parameters of the pipeline are called unit;")
+    same = [("unit", Plain()), ("unit", Plain())]
+    said = _said(lambda mesh: _build(mesh, lambda i: UserStage(same)))
+    assert said.startswith("two units of a stage are called unit;")
+
+
+class _Stage(UserStage):
+    """A stage that says what it is told to say."""
+
+    def __init__(self, index: int, head: int = -1, ties: tuple[int, dict[str, str]] = (9, {})):
+        super().__init__([(f"u{index}", Plain().to(torch.float64))])
+        self._head, self._ties = index == head, ties[1] if ties[0] == index else {}
+
+    def has_head(self) -> bool:
+        return self._head
+
+    def ties(self) -> dict[str, str]:
+        return self._ties
+
+
+def test_a_head_before_the_last_stage_is_refused() -> None:
+    said = _said(lambda mesh: _build(mesh, lambda i: _Stage(i, head=0)))
+    assert said == "stage 0 has a head, but only the last stage computes the loss"
+
+
+BAD_TIES = {
+    "from the first": (0, {"u0.up.weight": "u1.up.weight"}, "stage 0 ties u0.up.weight to"),
+    "to nothing": (1, {"u1.up.weight": "u0.upp.weight"}, "stage 1 ties u1.up.weight to"),
+    "to another shape": (1, {"u1.up.weight": "u0.down.weight"}, "u1.up.weight is tied to"),
+    "of nothing": (1, {"u1.upp.weight": "u0.up.weight"}, "u1.upp.weight is tied to"),
+}
+
+
+@pytest.mark.parametrize(("stage", "ties", "message"), BAD_TIES.values(), ids=BAD_TIES)
+def test_a_tie_that_cannot_be_is_refused(stage: int, ties: dict[str, str], message: str) -> None:
+    said = _said(lambda mesh: _build(mesh, lambda i: _Stage(i, ties=(stage, ties))))
+    assert said.startswith(message)
+
+
+def test_a_tie_of_which_one_side_is_frozen_is_refused() -> None:
+    setting = Setting(stages=2, tied=True)
+
+    def build(mesh: Mesh) -> None:
+        module = decoder_stages(setting.spec, setting.plan)(mesh.rank)
+        if module.embed is not None:
+            module.embed.requires_grad_(False)
+        Pipeline(module, setting.plan, mesh)
+
+    assert "both train or neither" in _said(build)
+
+
+def test_both_sides_of_a_tie_may_be_frozen() -> None:
+    setting = Setting(stages=2, tied=True, family="gpt2", cut="equal")
+
+    def rank(mesh: Mesh) -> RankOutcome:
+        module = decoder_stages(setting.spec, setting.plan)(mesh.rank)
+        for part, name in ((module.embed, "tokens"), (module.head, "output")):
+            if part is not None:
+                getattr(part, name).requires_grad_(False)
+        fill = Initialiser(setting.spec, 0)
+        pipeline = Pipeline(module, setting.plan, mesh, precision=FLOAT64, fill=fill)
+        return step_once(pipeline, setting.batch)
+
+    found = Whole.of(run_plan(setting.plan, rank)).gradients
+    wanted = setting.witness
+    trained = {n: g for n, g in wanted.gradients.items() if n != "embed.tokens.weight"}
+    assert found.keys() == trained.keys()
+    assert replace(wanted, gradients=trained).error(found) <= 1e-10
+
+
+def test_what_is_no_stage_is_refused_by_name() -> None:
+    said = _said(lambda mesh: _build(mesh, lambda i: nn.Identity()), stages=1)
+    assert said.startswith("stage 0 is a Identity, which is no StageModule")
+
+
+def test_a_class_is_a_function_from_stage_index_to_module() -> None:
+    class Whole(UserStage):
+        width = WIDTH
+
+        def __init__(self, index: int) -> None:
+            super().__init__(user_units())
+
+    batch = sample(2, 6)
+    step_on_threads(_plan(), Whole, user_loss, batch).require(user_witness(batch))
+
+
+def test_weights_that_are_no_longer_tied_are_noticed() -> None:
+    setting = Setting(stages=2, tied=True)
+
+    def rank(mesh: Mesh) -> str:
+        pipeline = setting.pipeline(mesh)
+        pipeline.require_equal_ties()
+        if mesh.rank == 1:
+            pipeline.state_dict()["head.output.weight"].data.to_local()[3, 5] += 1e-6
+        with pytest.raises(RunError) as caught:
+            pipeline.require_equal_ties()
+        return str(caught.value)
+
+    for said in run_plan(setting.plan, rank):
+        assert "no longer equal: embed.tokens.weight and head.output.weight" in said
+
+
+def test_schedules_that_are_wrong_foreign_or_not_everybodys_are_refused() -> None:
+    setting = Setting(stages=2, micros=3, cut="equal")
+
+    def rank(mesh: Mesh) -> None:
+        pipeline = setting.pipeline(mesh)
+        mine = pipeline.schedule
+        short = [list(program)[:-1] for program in mine]
+        with pytest.raises(ScheduleError, match="is missing"):
+            pipeline.use_schedule(mine.with_actions(short))
+        with pytest.raises(ScheduleError, match="of another grid"):
+            pipeline.use_schedule(setting.plan.schedule())
+        with pytest.raises(ScheduleError, match="forward only"):
+            pipeline.use_schedule(setting.plan.evaluation(mine.units))
+        other = Setting(stages=2, micros=3, cut="equal", order="fill_drain").plan.schedule(
+            mine.units
+        )
+        with pytest.raises(ScheduleError, match="not the same on all ranks"):
+            pipeline.use_schedule(mine if mesh.rank else other)
+        assert pipeline.schedule is mine
+        pipeline.use_schedule(other)
+        assert pipeline.schedule is other
+        assert any(isinstance(action, Send | Receive) for action in other.actions(mesh.rank))
+
+    run_plan(setting.plan, rank)

@@ -73,6 +73,7 @@ class RunDirectory:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            file.close()
             raise ConfigError(
                 f"the run in {self.path} is going on; wait for its end, or stop it with Ctrl-C"
             ) from None

@@ -37,7 +37,7 @@ from terashard.train.worker import work as _work
 
 def launch(config: RunConfig, processes: int | None = None) -> int:
     """Start a new run and wait for it; returns its exit code."""
-    plan = check(config)
+    config, plan = _anywhere(config), check(config)
     directory = RunDirectory(Path(config.run.directory))
     with directory.create():
         directory.describe(config, plan)
@@ -66,7 +66,7 @@ def work(config: RunConfig, flag: StopFlag) -> int:
         raise ConfigError(
             "under torchrun every rank must know where to write: give --run.directory"
         )
-    plan = check(config)
+    config, plan = _anywhere(config), check(config)
     directory = RunDirectory(Path(config.run.directory))
     if Place.of_environment().rank:
         _wait_for(directory.path / "lock", config.run.timeout)
@@ -74,6 +74,15 @@ def work(config: RunConfig, flag: StopFlag) -> int:
     with directory.create():
         directory.describe(config, plan)
         return _become_rank(config, directory, flag, resume=False)
+
+
+def _anywhere(config: RunConfig) -> RunConfig:
+    """``config`` with whole paths of its data: a resume may start in another folder."""
+    train, validation = (
+        str(Path(name).resolve()) if name else ""
+        for name in (config.data.train, config.data.validation)
+    )
+    return replace(config, data=replace(config.data, train=train, validation=validation))
 
 
 def check(config: RunConfig) -> Plan:

@@ -4,7 +4,6 @@ Only rank 0 shows anything. A display never ends a run: where nobody can read an
 terminal, a pipe to ``head``), nothing is shown.
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -70,7 +69,7 @@ class Pace:
     def left(self, steps: int) -> str:
         """How long ``steps`` more steps will take."""
         seconds = steps * self._passing / self._steps if self._steps else 0.0
-        return f"{show_seconds(math.ceil(seconds))} left"
+        return f"{show_seconds(round(seconds))} left"
 
 
 class Silent:

@@ -25,6 +25,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_SIGNAL_SECONDS = 1.5
 GRACE_SECONDS = 5.0
 """How long a rank may take to fail by itself, with a message, after another is gone."""
+START_SECONDS = 15.0
+"""How long a rank that was told to stop may still take to start: until then, nothing is lost."""
 LOOK_SECONDS = 0.5
 
 AT_ONCE = 130
@@ -57,6 +59,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.asked = False
+        self._begun = False
         self._first = 0.0
         self._notice: Callable[[], None] = lambda: None
         self._others: dict[int, int] = {}
@@ -75,9 +78,9 @@ class StopFlag:
         )
         watch.start()
 
-    def notify(self, notice: Callable[[], None]) -> None:
-        """Call ``notice`` at the first signal, on another thread."""
-        self._notice = notice
+    def begin(self, notice: Callable[[], None]) -> None:
+        """The run has started; ``notice`` is called at the first signal, on another thread."""
+        self._begun, self._notice = True, notice
         if self.asked:
             notice()
 
@@ -105,10 +108,18 @@ class StopFlag:
                 for number in os.read(listens, 64):
                     if number in SIGNALS:
                         self.hear()
+            if self._starts_too_long():
+                log.warning("told to stop while starting")
+                os._exit(1)
             if os.getppid() != launcher:
                 log.warning("the launcher is gone")
                 os._exit(1)
             self._look_for_the_lost()
+
+    def _starts_too_long(self) -> bool:
+        """Whether another rank will perhaps never come, which this one waits for."""
+        late = time.monotonic() - self._first > START_SECONDS
+        return self.asked and not self._begun and late
 
     def _look_for_the_lost(self) -> None:
         lost = [rank for rank, process in self._others.items() if not _lives(process)]

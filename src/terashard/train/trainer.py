@@ -80,7 +80,7 @@ class Trainer:
             self._metrics = Metrics(self.directory.metrics, after_step=self.progress.step)
         began = time.monotonic()
         self._display.start(self.progress.step, self.steps)
-        self._flag.notify(lambda: self.say("stopping after this step; once more stops at once"))
+        self._flag.begin(lambda: self.say("stopping after this step; once more stops at once"))
         if self.samples.held_out is None:
             self.say(f"no evaluation: nothing is held out ({self.samples.nothing_held_out})")
         try:

@@ -9,9 +9,9 @@ from terashard.config.write import to_toml, value_of
 PAGE = Path(__file__).parents[1] / "docs/reference/run-file.md"
 HEADER = """# The run file, key by key
 
-Made from the code by `scripts/write_reference.py`; `terashard config show` prints the same with the values of
-a run. Every key is also an option of `train`, `resume`, `config show` and `schedule show`: `--section.key value`.
-A key without a value is left open, and decided as its text says.
+Made from the code by `scripts/write_reference.py`; `terashard config show` prints the same with the
+values of a run. Every key is also an option of `train`, `resume`, `config show` and `schedule
+show`: `--section.key value`. A key without a value is left open, and decided as its text says.
 """
 
 

@@ -84,8 +84,9 @@ def _show_plan(console: Console, config: RunConfig, plan: Plan, info: TokenInfo)
     spec = describe(config.model, vocab_size=info.vocab_size, max_length=config.batch.tokens)
     _heading(console, "Plan", title(plan))
     console.print(
-        f"  {spec.num_layers} layers of width {spec.hidden_size}, {spec.num_parameters():,} parameters,"
-        f" {_layers(plan)}"
+        f"  {spec.num_layers} layers of width {spec.hidden_size},"
+        f" {spec.num_parameters():,} parameters; {_layers(plan)}",
+        soft_wrap=True,
     )
     console.print(f"  {cut(plan)}\n", soft_wrap=True)
     console.print(picture_of(config, plan, console), soft_wrap=True)

@@ -168,6 +168,11 @@ def test_ctrl_c_saves_on_every_rank_and_the_run_goes_on_as_if_nothing_had_been(
         assert "stopping after this step; once more stops at once" in command.out()
         step = stopped_step(tmp_path, command.out())
         assert command.err() == ""
+    for rank in (0, 1):
+        log = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
+        for said in (f"rank {rank} (replica 0, stage {rank}, shard 0) of Plan(", "'torch': '"):
+            assert said in log
+        assert f"saved run/checkpoints/step-{step:08d} in" in log
     last = str(step + 3)
     with Command(tmp_path, "resume", "run", "--train.steps", last, "--train.callbacks") as command:
         assert command.wait(60) == 0, command.err()

@@ -1,5 +1,6 @@
 """The loop: lengths, clipping, numbers that are not finite, evaluation, callbacks, stopping."""
 
+import logging
 import math
 from pathlib import Path
 
@@ -66,6 +67,36 @@ def test_the_held_out_loss_changes_nothing(tmp_path: Path) -> None:
     often = train(config_of(tmp_path, "--train.evaluate-every", "1"), tmp_path / "often")
     rarely = train(config_of(tmp_path), tmp_path / "rarely")
     assert [r["loss"] for r in often] == [r["loss"] for r in rarely]
+
+
+def test_the_held_out_loss_is_a_mean_over_tokens_however_they_are_batched(tmp_path: Path) -> None:
+    """Three sequences in batches of one, two (the last with one alone) and four (padded)."""
+    losses = []
+    for sequences in ("1", "2", "4"):
+        words = ("--optimizer.lr", "0", "--train.steps", "1", "--batch.sequences", sequences)
+        (record,) = train(config_of(tmp_path, *words), tmp_path / sequences)
+        losses.append(record["held_out_loss"])
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+
+
+def test_nothing_held_out_is_said_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "terashard"):
+        records = train(config_of(tmp_path, "--data.held-out", "0"), tmp_path / "run")
+    assert records[-1]["held_out_loss"] is None
+    assert "no evaluation: nothing is held out (data.held_out = 0 of" in caplog.text
+
+
+def test_the_log_says_what_was_evaluated_and_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "terashard"):
+        records = train(config_of(tmp_path, "--checkpoint.every", "3"), tmp_path / "run")
+    assert f"step 6: held-out loss {records[-1]['held_out_loss']:.4f}" in caplog.text
+    for step in (3, 6):
+        assert f"saved {tmp_path}/run/checkpoints/step-0000000{step} in" in caplog.text
+    assert "finished 6 steps in" in caplog.text
 
 
 def test_gradients_are_clipped_to_the_limit_and_recorded_before(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def restore_random_state(mesh: Mesh, checkpoint: Checkpoint) -> None:
 
 def _read(mesh: Mesh, checkpoint: Checkpoint, path: str, parameter: nn.Parameter) -> Tensor:
     shape = checkpoint.shape(path)
-    if not shape or shape != tuple(parameter.shape):
+    if not shape:
         return checkpoint.read(path).to(mesh.device)
     value = torch.zeros_like(parameter, dtype=checkpoint.dtype(path), requires_grad=False)
     rows = row_range(shape[0], mesh.shards, mesh.coordinates.shard)

@@ -1,0 +1,71 @@
+"""What the launcher settles before and after its workers, without any."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from terashard.errors import ConfigError, RunError
+from terashard.train import launch
+from terashard.train.directory import RunDirectory
+from terashard.train.stop import StopFlag
+from terashard.train.worker import Place, _device
+from tests.train.runs import config_of
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    found = RunDirectory(tmp_path / "run")
+    found.create().close()
+    return found
+
+
+@pytest.mark.parametrize("state", ["stopped", "finished"])
+def test_a_run_that_saved_before_it_stopped_is_a_success(
+    state: str, directory: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory.write_status(state, 7)
+    assert launch._after_signal(directory, 15) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_was_stopped_at_once_is_none_and_says_how_to_go_on(
+    directory: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory.write_status("running", 7)
+    assert launch._after_signal(directory, 2) == 130
+    assert capsys.readouterr().err == "stopped at once; no checkpoint was written yet\n"
+
+
+def test_a_run_knows_its_data_wherever_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = launch._anywhere(config_of(Path()))
+    assert config.data.train == str(tmp_path / "tokens")
+    assert config.data.validation == ""
+
+
+def test_under_torchrun_a_run_needs_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"under torchrun .* give --run.directory"):
+        launch.work(config_of(tmp_path), StopFlag())
+
+
+def test_a_rank_that_waits_in_vain_for_the_directory_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"rank 0 did not make .*run within 0.1 s; is it on"):
+        launch._wait_for(tmp_path / "run" / "lock", timeout=0.1)
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(rank=1, local_rank=1, local_size=2, machine="here")
+    for found in (0, 1):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda found=found: found)
+        assert _device(config_of(tmp_path), place).type == "cpu"
+        config = config_of(tmp_path, "--run.device", "cuda")
+        with pytest.raises(ConfigError, match=f"torch sees {found} CUDA devices for 2 processes"):
+            _device(config, place)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _device(config_of(tmp_path), place) == torch.device("cuda", 1)

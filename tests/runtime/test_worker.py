@@ -172,7 +172,9 @@ def test_when_a_step_ends_no_activation_is_alive(verb: str) -> None:
 
     kept = run_plan(setting.plan, rank)
     assert len(_activations(shapes)) == before
-    assert all(not pipeline._worker._values for pipeline in kept)
+    for pipeline in kept:
+        assert not pipeline._worker._values
+        assert not pipeline._stage._micros
 
 
 def test_a_timeline_tells_every_action_in_order_and_without_gaps() -> None:

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from terashard.comm.mesh import Mesh
-from terashard.errors import PlanError, RunError, ScheduleError, TerashardError
+from terashard.errors import RunError, ScheduleError
 from terashard.nn.init import Initialiser
 from terashard.nn.protocols import Carry, StageModule, TokenSlice
-from terashard.plan.plan import Plan
 from terashard.runtime.pipeline import Pipeline
-from terashard.schedule.actions import MicroBatch, Reduce
-from terashard.shard.precision import Precision
+from terashard.schedule.actions import Reduce
 from tests.helpers.layouts import (
     FLOAT64,
     RankOutcome,
@@ -28,7 +26,6 @@ from tests.helpers.layouts import (
 )
 from tests.helpers.models import (
     WIDTH,
-    Plain,
     UserStage,
     decoder_stages,
     sample,
@@ -37,13 +34,9 @@ from tests.helpers.models import (
     user_units,
     user_witness,
 )
+from tests.runtime.refusals import build, said, two_micros
 
 Named = list[tuple[str, nn.Module]]
-PARTITION = (MicroBatch(1, (2, 4)), MicroBatch(1, (6,)))
-
-
-def _plan(stages: int = 1, shards: int = 1) -> Plan:
-    return Plan(stages=stages, shards=shards, partition=PARTITION)
 
 
 class _Nothing(nn.Module):
@@ -76,22 +69,22 @@ def test_frozen_and_empty_units_leave_all_other_gradients_exact(
 ) -> None:
     stages, shards = ranks
     batch = sample(2 * shards, 6)
-    build = user_stages(stages, change)
-    whole = step_on_threads(_plan(stages, shards), build, user_loss, batch)
+    stage = user_stages(stages, change)
+    whole = step_on_threads(two_micros(stages, shards), stage, user_loss, batch)
     wanted = user_witness(batch, change)
     assert whole.gradients.keys() == wanted.gradients.keys()
     whole.require(wanted)
 
 
 def test_a_stage_without_any_parameter_passes_gradients_on() -> None:
-    def build(index: int) -> StageModule:
+    def stage(index: int) -> StageModule:
         return UserStage([user_units()[:3], [("nothing", _Nothing())]][index])
 
     def plain(named: Named) -> None:
         named[3:] = [("nothing", _Nothing())]
 
     batch = sample(2, 6)
-    step_on_threads(_plan(2), build, user_loss, batch).require(user_witness(batch, plain))
+    step_on_threads(two_micros(2), stage, user_loss, batch).require(user_witness(batch, plain))
 
 
 def test_when_everything_is_frozen_a_step_gives_the_loss_and_no_gradients() -> None:
@@ -100,7 +93,7 @@ def test_when_everything_is_frozen_a_step_gives_the_loss_and_no_gradients() -> N
 
     def rank(mesh: Mesh) -> float:
         pipeline = Pipeline(
-            user_stages(2, freeze), _plan(2), mesh, loss=user_loss, precision=FLOAT64
+            user_stages(2, freeze), two_micros(2), mesh, loss=user_loss, precision=FLOAT64
         )
         batch = sample(2, 6)
         result = pipeline.step(batch.tokens, batch.targets)
@@ -109,16 +102,16 @@ def test_when_everything_is_frozen_a_step_gives_the_loss_and_no_gradients() -> N
         return result.loss
 
     wanted = user_witness(sample(2, 6)).loss
-    assert run_plan(_plan(2), rank) == [pytest.approx(wanted, rel=1e-12)] * 2
+    assert run_plan(two_micros(2), rank) == [pytest.approx(wanted, rel=1e-12)] * 2
 
 
 def test_frozen_units_are_not_summed() -> None:
     def rank(mesh: Mesh) -> list[str]:
-        build = user_stages(2, CHANGES["the first stage frozen"])
-        schedule = _build(mesh, build, _plan(2, 2)).schedule
+        stages = user_stages(2, CHANGES["the first stage frozen"])
+        schedule = build(mesh, stages).schedule
         return [str(a) for actions in schedule for a in actions if isinstance(a, Reduce)]
 
-    assert set(run_plan(_plan(2, 2), rank)[0]) == {"A1:0@shard", "A1:1@shard", "A1:2@shard"}
+    assert set(run_plan(two_micros(2, 2), rank)[0]) == {"A1:0@shard", "A1:1@shard", "A1:2@shard"}
 
 
 def test_all_targets_ignored_gives_no_loss_and_no_gradients() -> None:
@@ -165,7 +158,7 @@ def test_signals_are_summed_over_all_ranks() -> None:
 @pytest.mark.parametrize("shape", [(2, 5), (1, 6), (2, 6, 1), (12,)])
 def test_a_batch_of_another_shape_is_refused_before_anything_runs(shape: tuple[int, ...]) -> None:
     def rank(mesh: Mesh) -> None:
-        pipeline = Pipeline(user_stages(1), _plan(), mesh, loss=user_loss, precision=FLOAT64)
+        pipeline = Pipeline(user_stages(1), two_micros(), mesh, loss=user_loss, precision=FLOAT64)
         wrong, batch = torch.zeros(shape, dtype=torch.long), sample(2, 6)
         for tokens, targets in ((wrong, batch.targets), (batch.tokens, wrong)):
             for run in (pipeline.step, pipeline.evaluate):
@@ -173,127 +166,14 @@ def test_a_batch_of_another_shape_is_refused_before_anything_runs(shape: tuple[i
                     run(tokens, targets)
         pipeline.step(batch.tokens, batch.targets)
 
-    run_plan(_plan(), rank)
-
-
-def _refusals(
-    build: Callable[[Mesh], object], kind: type[TerashardError], *, stages: int = 2, shards: int = 1
-) -> list[str]:
-    """What every rank says; all must refuse of their own accord, so that none is left waiting."""
-
-    def rank(mesh: Mesh) -> str:
-        with pytest.raises(kind) as caught:
-            build(mesh)
-        return str(caught.value)
-
-    return run_plan(_plan(stages, shards), rank)
-
-
-def _said(build: Callable[[Mesh], object], *, stages: int = 2, shards: int = 1) -> str:
-    """The one sentence with which all ranks refuse."""
-    (said,) = set(_refusals(build, PlanError, stages=stages, shards=shards))
-    return said
-
-
-def _build(mesh: Mesh, stages: Callable[[int], object], plan: Plan | None = None) -> Pipeline:
-    plan = plan or _plan(mesh.stages, mesh.shards)
-    return Pipeline(stages, plan, mesh, loss=user_loss, precision=FLOAT64)  # type: ignore[arg-type]
+    run_plan(two_micros(), rank)
 
 
 def test_a_plan_for_another_mesh_is_refused() -> None:
-    said = _said(lambda mesh: _build(mesh, user_stages(2), _plan(1, 2)))
-    assert said.startswith("the plan has 1 replicas x 1 stages x 2 shards, but the mesh has 1 x 2")
-
-
-def test_ranks_with_different_plans_are_refused() -> None:
-    def build(mesh: Mesh) -> Pipeline:
-        partition = (MicroBatch(2, ((3, 3), (2, 4))[mesh.rank]),)
-        return _build(mesh, user_stages(2), Plan(stages=2, partition=partition))
-
-    assert _said(build).startswith("rank 1 runs another plan or precision than rank 0")
-
-
-def test_ranks_with_different_precisions_are_refused() -> None:
-    def build(mesh: Mesh) -> Pipeline:
-        precision = (FLOAT64, Precision())[mesh.rank]
-        return Pipeline(user_stages(2), _plan(2), mesh, loss=user_loss, precision=precision)
-
-    assert _said(build).startswith("rank 1 runs another plan or precision than rank 0")
-
-
-def test_shards_with_different_parameters_are_refused() -> None:
-    def build(mesh: Mesh) -> Pipeline:
-        def change(named: Named) -> None:
-            if mesh.rank == 3:
-                named[4][1].up.requires_grad_(False)
-
-        return _build(mesh, user_stages(2, change))
-
-    said = _said(build, shards=2)
-    assert said.startswith("rank 3 built stage 1 otherwise than rank 2")
-
-
-def test_stages_of_different_widths_are_refused() -> None:
-    said = _said(lambda mesh: _build(mesh, lambda i: UserStage([(f"u{i}", Plain())], 16 + i)))
-    assert said.startswith("stage 1 is 17 channels wide, stage 0 16")
-
-
-def test_a_stage_without_units_is_refused() -> None:
-    said = _said(lambda mesh: _build(mesh, lambda i: UserStage([("u", Plain())] * (1 - i))))
-    assert said == "stage 1 has no units; every stage needs at least one"
-
-
-def test_two_units_of_one_name_are_refused() -> None:
-    said = _said(lambda mesh: _build(mesh, lambda i: UserStage([("unit", Plain())])))
-    assert said.startswith("2 units or parameters of the pipeline are called unit;")
-    same = [("unit", Plain()), ("unit", Plain())]
-    said = _said(lambda mesh: _build(mesh, lambda i: UserStage(same)))
-    assert said.startswith("two units of a stage are called unit;")
-
-
-class _Stage(UserStage):
-    """A stage that says what it is told to say."""
-
-    def __init__(self, index: int, head: int = -1, ties: tuple[int, dict[str, str]] = (9, {})):
-        super().__init__([(f"u{index}", Plain().to(torch.float64))])
-        self._head, self._ties = index == head, ties[1] if ties[0] == index else {}
-
-    def has_head(self) -> bool:
-        return self._head
-
-    def ties(self) -> dict[str, str]:
-        return self._ties
-
-
-def test_a_head_before_the_last_stage_is_refused() -> None:
-    said = _said(lambda mesh: _build(mesh, lambda i: _Stage(i, head=0)))
-    assert said == "stage 0 has a head, but only the last stage computes the loss"
-
-
-BAD_TIES = {
-    "from the first": (0, {"u0.up.weight": "u1.up.weight"}, "stage 0 ties u0.up.weight to"),
-    "to nothing": (1, {"u1.up.weight": "u0.upp.weight"}, "stage 1 ties u1.up.weight to"),
-    "to another shape": (1, {"u1.up.weight": "u0.down.weight"}, "u1.up.weight is tied to"),
-    "of nothing": (1, {"u1.upp.weight": "u0.up.weight"}, "u1.upp.weight is tied to"),
-}
-
-
-@pytest.mark.parametrize(("stage", "ties", "message"), BAD_TIES.values(), ids=BAD_TIES)
-def test_a_tie_that_cannot_be_is_refused(stage: int, ties: dict[str, str], message: str) -> None:
-    said = _said(lambda mesh: _build(mesh, lambda i: _Stage(i, ties=(stage, ties))))
-    assert said.startswith(message)
-
-
-def test_a_tie_of_which_one_side_is_frozen_is_refused() -> None:
-    setting = Setting(stages=2, tied=True)
-
-    def build(mesh: Mesh) -> None:
-        module = decoder_stages(setting.spec, setting.plan)(mesh.rank)
-        if module.embed is not None:
-            module.embed.requires_grad_(False)
-        Pipeline(module, setting.plan, mesh)
-
-    assert "both train or neither" in _said(build)
+    sentence = said(lambda mesh: build(mesh, user_stages(2), two_micros(1, 2)))
+    assert sentence.startswith(
+        "the plan has 1 replicas x 1 stages x 2 shards, but the mesh has 1 x 2"
+    )
 
 
 def test_both_sides_of_a_tie_may_be_frozen() -> None:
@@ -316,8 +196,8 @@ def test_both_sides_of_a_tie_may_be_frozen() -> None:
 
 
 def test_what_is_no_stage_is_refused_by_name() -> None:
-    said = _said(lambda mesh: _build(mesh, lambda i: nn.Identity()), stages=1)
-    assert said.startswith("stage 0 is a Identity, which is no StageModule")
+    sentence = said(lambda mesh: build(mesh, lambda i: nn.Identity()), stages=1)
+    assert sentence.startswith("stage 0 is a Identity, which is no StageModule")
 
 
 def test_a_class_is_a_function_from_stage_index_to_module() -> None:
@@ -328,7 +208,7 @@ def test_a_class_is_a_function_from_stage_index_to_module() -> None:
             super().__init__(user_units())
 
     batch = sample(2, 6)
-    step_on_threads(_plan(), Whole, user_loss, batch).require(user_witness(batch))
+    step_on_threads(two_micros(), Whole, user_loss, batch).require(user_witness(batch))
 
 
 def test_weights_that_are_no_longer_tied_are_noticed() -> None:
@@ -343,8 +223,8 @@ def test_weights_that_are_no_longer_tied_are_noticed() -> None:
             pipeline.require_equal_ties()
         return str(caught.value)
 
-    for said in run_plan(setting.plan, rank):
-        assert "no longer equal: embed.tokens.weight and head.output.weight" in said
+    for sentence in run_plan(setting.plan, rank):
+        assert "no longer equal: embed.tokens.weight and head.output.weight" in sentence
 
 
 def test_schedules_that_are_wrong_foreign_or_not_everybodys_are_refused() -> None:

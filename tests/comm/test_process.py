@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from terashard.comm.gloo import GlooGroup
 from terashard.comm.nccl import NcclGroup
+from terashard.comm.process import explained
 from terashard.errors import CommunicationError
 from tests.comm.claims import exchange_everything
 from tests.helpers.processes import run_processes
@@ -114,3 +115,14 @@ def _wait_for_nothing(rank: int) -> str:
 def test_a_message_that_does_not_come_in_time_is_an_error() -> None:
     message = run_processes(2, _wait_for_nothing)[0]
     assert "rank 0, group 'pair': waits for a message of rank 1, tag 0: nothing came" in message
+
+
+def test_a_cause_is_one_sentence_without_the_transport_s_own_advice() -> None:
+    told = RuntimeError(
+        "[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1234."
+        " This is often an issue on the other side. GLHF!"
+    )
+    with pytest.raises(CommunicationError) as caught, explained("rank 0: send"):
+        raise told
+    assert "Connection closed by peer [127.0.0.1]:1234)" in str(caught.value)
+    assert "GLHF" not in str(caught.value)

@@ -145,6 +145,7 @@ def _copy(source: Tensor, target: Tensor) -> None:
 def _cause(error: RuntimeError) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = re.sub(r"^(\[[^\]]*:\d+\]\s*)+", "", lines[0])
+    line = re.split(r"(?<=[\w\]])\. ", line)[0]  # torch goes on with advice that is not ours
     if any(sign in str(error) for sign in GONE):
         return f"the other process is gone, its own log says why ({line})"
     if re.search(r"time[d]?[ -]?out", str(error), re.IGNORECASE):

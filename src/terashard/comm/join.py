@@ -39,7 +39,7 @@ class Communicators:
         return kind(handle, ranks, name)
 
     def device_mesh(self) -> DeviceMesh:
-        """All ranks as torch's mesh of ("replica", "stage", "shard"), on the same process groups."""
+        """All ranks as a mesh of ("replica", "stage", "shard"), on the same process groups."""
         layout = self.layout
         return DeviceMesh.from_group(
             [self.handles[name] for name in _AXES],

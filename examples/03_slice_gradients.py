@@ -1,7 +1,8 @@
-"""Cut a sequence into slices by hand, run them forward and back, and compare with the sequence whole.
+"""Cut a sequence into slices by hand, run them forward and back, and compare with the whole.
 
-One attention layer, float64. Each slice sees the keys and values of all slices before it through a carry; running back from
-the last slice to the first, the carry hands every slice what later slices owe its keys and values.
+One layer, float64. Each slice sees the keys and values of all slices before it through a carry;
+running back from the last slice to the first, the carry hands every slice what later slices owe
+its keys and values.
 """
 
 import torch
@@ -28,7 +29,7 @@ x = torch.randn(2, 12, 32, dtype=torch.float64, generator=torch.Generator().manu
 
 
 def gradients(cut: list[int]) -> list[torch.Tensor]:
-    """Gradients of the layer's parameters for the loss Σ y², the sequence cut into slices of these lengths."""
+    """Gradients of the layer's parameters for the loss Σ y², cut into slices of these lengths."""
     layer.zero_grad()
     carry = layer.new_carry(2, 12, device=x.device, dtype=x.dtype)
     outputs, start = [], 0

@@ -1,7 +1,10 @@
-"""A training loop of your own, over layers and a loss of your own: two stages in two threads of this process.
+"""A training loop of your own, over layers and a loss of your own.
 
-Under torchrun, one rank per process, only the mesh is made differently: ``Mesh.of_processes(stages=2)``.
+Two stages, in two threads of this process. Under torchrun, one rank per process, only the mesh is
+made differently: ``Mesh.of_processes(stages=2)``.
 """
+
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True, device="meta")
 
     def forward(self, x: Tensor, carry: StateCarry, where) -> Tensor:
         y, state = self.gru(x, carry.take(where))
@@ -34,15 +37,14 @@ class Embed(nn.Embedding):
 
 
 class Half(nn.Module):
-    """One of the two stages; units are what sharding gathers together."""
+    """One of the two stages, without values yet; units are what sharding gathers together."""
 
     width = WIDTH
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        torch.manual_seed(index)
-        first = [("embed", Embed(VOCABULARY, WIDTH))] if index == 0 else []
-        last = [("head", nn.Linear(WIDTH, VOCABULARY))] if index == 1 else []
+        first = [("embed", Embed(VOCABULARY, WIDTH, device="meta"))] if index == 0 else []
+        last = [("head", nn.Linear(WIDTH, VOCABULARY, device="meta"))] if index == 1 else []
         self.named_units = [*first, (f"layers.{index}", Recurrent()), *last]
 
     def units(self):
@@ -60,10 +62,16 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+def fill(name: str, shape: torch.Size, rows: tuple[int, int]) -> Tensor:
+    """The first values of a parameter: by its name, so that every rank draws the same ones."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return 0.2 * torch.randn(shape, generator=generator)[slice(*rows)]
+
+
 def train(world, rank: int) -> list[float]:
     mesh = Mesh.of_threads(world, rank, stages=2)
     plan = Plan.uniform(sequences=4, tokens=TOKENS, slices=3, stages=2)
-    pipeline = Pipeline(Half, plan, mesh, loss=loss)
+    pipeline = Pipeline(Half, plan, mesh, loss=loss, fill=fill)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01, fused=True)
     text = torch.arange(TOKENS + 1).remainder(5).repeat(4, 1)  # 0 1 2 3 4 0 1 …
     losses = []

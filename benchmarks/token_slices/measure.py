@@ -1,8 +1,9 @@
 """How much faster two stages are when the sequence is cut into token slices. See README.md.
 
-``python -m benchmarks.token_slices --json FILE`` starts two gloo processes with one thread each. Every round times, one
-after the other: the whole model in one process, two stages without slices, two stages with slices. Ratios are taken inside
-a round. The number of slices is chosen in rounds of its own.
+``python -m benchmarks.token_slices --json FILE`` starts two gloo processes with one thread each.
+Every round times, one after the other: the whole model in one process, two stages without slices,
+two stages with slices. Ratios are taken inside a round. The number of slices is chosen in rounds of
+its own.
 """
 
 import argparse
@@ -187,4 +188,3 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes.spawn(rank_main, (port, arguments), nprocs=2)
-

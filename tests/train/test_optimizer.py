@@ -179,3 +179,16 @@ def test_weight_decay_is_left_out_where_a_class_has_none() -> None:
     for name in set(KINDS) - UNFIT.keys():
         if "weight_decay" not in inspect.signature(vars(torch.optim)[name]).parameters:
             check_optimizer(OptimizerConfig(name=name), SPEC)
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_options_may_not_say_again_what_has_a_key_of_its_own(name: str) -> None:
+    """It was dropped (weight_decay), or used while the records spoke of the key's value (lr)."""
+    with pytest.raises(
+        ConfigError, match=f"options has {name} = 7.0.*write it as optimizer.{name}"
+    ):
+        OptimizerConfig(options={name: 7.0})
+    kept = OptimizerConfig(groups=(ParameterGroup(match="*.mlp.up.*", options={name: 7.0}),))
+    found = groups_of(kept)
+    assert found["layers.0.mlp.up.weight"][name] == 7.0
+    assert found["embed.tokens.weight"][name] == getattr(kept, name)

@@ -146,7 +146,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Weight decay of matrices; norms and biases have none."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the optimizer, e.g. {betas = [0.9, 0.95]}."""
+    """Further arguments of the optimizer, but lr and weight_decay: {betas = [0.9, 0.95]}."""
     groups: tuple[ParameterGroup, ...] = ()
     """Parameter groups by pattern, tried in order."""
     clip_norm: float | None = 1.0
@@ -162,9 +162,13 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check rates and parts."""
-        _at_least("optimizer", "lr", self.lr, 0)
-        _at_least("optimizer", "weight_decay", self.weight_decay, 0)
-        _at_least("optimizer", "warmup", self.warmup, 0)
+        for name in ("lr", "weight_decay", "warmup"):
+            _at_least("optimizer", name, getattr(self, name), 0)
+        for name in {"lr", "weight_decay"} & self.options.keys():
+            raise ConfigError(
+                f"optimizer.options has {name} = {self.options[name]}; write it as"
+                f" optimizer.{name}, or into a group's options"
+            )
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ConfigError(
                 f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none"

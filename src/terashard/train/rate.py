@@ -1,12 +1,13 @@
 """Learning rate as a function of the step alone, so that a resumed run needs no state for it.
 
-With peak rate r, final part f, w steps of warm-up and T steps in all, step s = 0 … T-1:
+The rate of a parameter group is its own peak times a part in [0, 1] that all groups share. With
+final part f, w steps of warm-up and T steps in all, step s = 0 … T-1:
 
-    warm-up     r (s + 1) / w                       for s < w
-    constant    r
-    cosine      r (f + (1 - f)(1 + cos πx) / 2)     x from 0 to 1 over the steps after warm-up
-    linear      r (1 - (1 - f) x)
-    wsd         r, then linear to r f over the last part `decay` of the run (warm-up, stable, decay)
+    warm-up     (s + 1) / w                     for s < w
+    constant    1
+    cosine      f + (1 - f)(1 + cos πx) / 2     x from 0 to 1 over the steps after warm-up
+    linear      1 - (1 - f) x
+    wsd         1, then linear to f over the last part `decay` of the run (warm-up, stable, decay)
 """
 
 import math
@@ -14,16 +15,16 @@ import math
 from terashard.config.schema import OptimizerConfig
 
 
-def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """The rate of step ``step`` (from 0) of ``steps``."""
+def part_of_peak(config: OptimizerConfig, step: int, steps: int) -> float:
+    """The part of every group's peak rate that step ``step`` (from 0) of ``steps`` takes."""
     if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+        return (step + 1) / config.warmup
     match config.schedule:
         case "constant":
-            return config.lr
+            return 1.0
         case "cosine":
             fall = (1 + math.cos(math.pi * _progress(config.warmup, step, steps))) / 2
-            return config.lr * (config.final_lr + (1 - config.final_lr) * fall)
+            return config.final_lr + (1 - config.final_lr) * fall
         case "linear":
             return _linear(config, _progress(config.warmup, step, steps))
         case "wsd":
@@ -37,4 +38,4 @@ def _progress(start: int, step: int, steps: int) -> float:
 
 
 def _linear(config: OptimizerConfig, progress: float) -> float:
-    return config.lr * (1 - (1 - config.final_lr) * progress)
+    return 1 - (1 - config.final_lr) * progress

@@ -23,7 +23,7 @@ from terashard.train.callbacks import load_callback
 from terashard.train.directory import RunDirectory
 from terashard.train.optimizer import build_optimizer, set_rate
 from terashard.train.progress import Display
-from terashard.train.rate import learning_rate
+from terashard.train.rate import part_of_peak
 from terashard.train.record import Metrics, StepRecord
 from terashard.train.samples import Samples, rows_of
 from terashard.train.stop import StopFlag
@@ -134,8 +134,8 @@ class Trainer:
         epoch = progress.cursor.epoch(self.samples.training)
         drawn = self.samples.draw(progress.cursor, self.rows)
         result = self.pipeline.step(*drawn, signals=[float(self._flag.asked)])
-        rate = learning_rate(self.config.optimizer, progress.step, self.steps)
-        skipped = self._update(result, rate)
+        part = part_of_peak(self.config.optimizer, progress.step, self.steps)
+        skipped = self._update(result, part)
         self.stopping |= result.signals[0] > 0
         self._timeline = result.timeline
         progress.step += 1
@@ -146,7 +146,7 @@ class Trainer:
             step=progress.step,
             loss=result.loss,
             gradient_norm=result.gradient_norm,
-            lr=rate,
+            lr=self.config.optimizer.lr * part,
             tokens=result.tokens,
             tokens_total=progress.tokens,
             epoch=epoch,
@@ -157,16 +157,15 @@ class Trainer:
             skipped=skipped,
         )
 
-    def _update(self, result: StepResult, rate: float) -> bool:
-        """Clip and step; returns whether the update was left out."""
+    def _update(self, result: StepResult, part: float) -> bool:
+        """Clip and step at ``part`` of the peak rates; returns whether the update was left out."""
         finite = math.isfinite(result.loss) and math.isfinite(result.gradient_norm)
         if not finite and self._leave_out(result):
             return True
         limit = self.config.optimizer.clip_norm
         if limit is not None and result.gradient_norm > limit:
             self.pipeline.scale_gradients(limit / (result.gradient_norm + 1e-6))
-        peak = self.config.optimizer.lr
-        set_rate(self.optimizer, rate / peak if peak else 0.0)
+        set_rate(self.optimizer, part)
         self.optimizer.step()
         return False
 

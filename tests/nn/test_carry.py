@@ -133,3 +133,20 @@ def test_taking_what_was_not_put_is_refused() -> None:
     with pytest.raises(RunError, match="slice 1 takes 'state', which slice 0 did not put"):
         carry.take(SECOND)
     assert carry.take(FIRST) is None
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_state_taken_twice_is_owed_both_gradients(recompute: bool) -> None:
+    """Regression: the second take put a new leaf in the first one's place: 5 came back, not 8."""
+    carry, state = StateCarry(), torch.ones(1, dtype=torch.float64)
+    carry.put(FIRST, state)
+    with torch.set_grad_enabled(not recompute):
+        carry.take(SECOND)
+    again = TokenSlice(index=1, start=SECOND.start, stop=SECOND.stop, total=6, recompute=recompute)
+    one, other = carry.take(again), carry.take(again)
+    assert one is not None
+    assert other is not None
+    (3 * one + 5 * other).sum().backward()
+    ((root, gradient),) = carry.roots(0)
+    assert root is state
+    assert float(gradient) == 8.0

@@ -118,9 +118,16 @@ class StateCarry:
         self._outputs.setdefault(where.index, {})[name] = tensor
 
     def take(self, where: TokenSlice, name: str = "state") -> Tensor | None:
-        """What the slice before left under ``name``, as a leaf; None in the first slice."""
+        """What the slice before left under ``name``, as a leaf; None in the first slice.
+
+        A second call in the same slice, or in its recomputation, returns the same leaf: its
+        gradient is the sum over all uses.
+        """
         if where.index == 0:
             return None
+        leaves = self._leaves.setdefault(where.index, {})
+        if name in leaves:
+            return leaves[name]
         try:
             left = self._outputs[where.index - 1][name]
         except KeyError:
@@ -128,9 +135,8 @@ class StateCarry:
                 f"slice {where.index} takes {name!r}, which slice {where.index - 1} did not put;"
                 " every slice must put what the next one takes"
             ) from None
-        leaf = left.detach().requires_grad_()
-        self._leaves.setdefault(where.index, {})[name] = leaf
-        return leaf
+        leaves[name] = left.detach().requires_grad_()
+        return leaves[name]
 
     def roots(self, index: int) -> Sequence[tuple[Tensor, Tensor]]:
         """What slice ``index`` left, each with the gradient that slice ``index + 1`` owes it."""

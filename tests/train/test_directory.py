@@ -1,12 +1,15 @@
 """Who may use a run directory, and what is written there when."""
 
+import errno
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from terashard.config.schema import RunConfig
-from terashard.errors import CommunicationError, ConfigError
+from terashard.config.schema import BatchConfig, RunConfig
+from terashard.errors import CommunicationError, ConfigError, RunError
 from terashard.plan.plan import Plan
 from terashard.train.directory import RunDirectory
 
@@ -73,7 +76,7 @@ def test_a_directory_is_held_by_one_run_at_a_time(directory: RunDirectory) -> No
 
 def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot write .*Not a directory\); choose another"):
+    with pytest.raises(ConfigError, match=r"cannot write .*Not a directory\); make it writable"):
         RunDirectory(tmp_path / "file" / "run").create()
 
 
@@ -117,3 +120,60 @@ def test_first_causes_come_before_lost_connections(directory: RunDirectory) -> N
         (1, "ConfigError", "no such device"),
         (0, "CommunicationError", "rank 0 waits"),
     ]
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_leaves_the_configuration_of_a_run_as_it_was(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was truncated in place, and the run could never be resumed."""
+    directory.create().close()
+    directory.describe(RunConfig(), PLAN)
+    directory.write_status("running", 3)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"cannot write .*versions.json \(No space left on device"):
+        directory.describe(replace(RunConfig(), batch=BatchConfig(tokens=7)), PLAN)
+    with pytest.raises(RunError, match=r"cannot write .*status.json"):
+        directory.write_status("failed", 4)
+    assert directory.config() == RunConfig()
+    assert directory.status()["step"] == 3
+
+
+def test_a_failure_that_cannot_be_written_down_hides_nothing(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of write_error took the place of the one it should write."""
+    directory.create().close()
+    monkeypatch.setattr(os, "fsync", full)
+    directory.write_error(0, ValueError("x"))
+    assert directory.errors() == []
+
+
+@pytest.mark.parametrize("text", ["", '{"state": "run', "[]", "\x00"])
+def test_a_torn_status_is_none(text: str, directory: RunDirectory) -> None:
+    """The launcher ended with a JSONDecodeError."""
+    directory.create().close()
+    (directory.path / "status.json").write_text(text)
+    assert directory.status() == {}
+
+
+def test_a_directory_that_cannot_be_held_is_a_sentence(directory: RunDirectory) -> None:
+    """The lock was opened where nothing caught what the system said."""
+    (directory.path / "lock").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"cannot write the run directory .*make it writable"):
+        directory.hold()
+
+
+def test_the_place_of_a_failure_goes_with_its_message(directory: RunDirectory) -> None:
+    """A module's own exception says nothing of ranks; the worker notes where it happened."""
+    directory.create().close()
+    error = ValueError("bad shape")
+    error.add_note("rank 3 (stage 1), position 4: this happened in F1.0.2")
+    directory.write_error(3, error)
+    (found,) = directory.errors()
+    assert found["message"] == (
+        "ValueError: bad shape; rank 3 (stage 1), position 4: this happened in F1.0.2"
+    )

@@ -16,17 +16,16 @@ complete checkpoint. A second checkpoint of the same step (a run that went back 
 never replaces the first: it is named ``step-00000120-2``.
 """
 
-import os
 import re
 import shutil
 import warnings
 from pathlib import Path
 
 from terashard.errors import CheckpointError
+from terashard.files import TEMPORARY, sync, write_synced
 
 INDEX = "index.json"
 LATEST = "latest"
-TEMPORARY = ".tmp"
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -37,7 +36,7 @@ def begin(root: Path, step: int) -> Path:
         raise CheckpointError(f"step is {step}; it must be at least 0")
     if not root.is_dir():
         root.mkdir(parents=True, exist_ok=True)
-        sync_folder(root.parent)
+        sync(root.parent)
     for left in root.glob(f"step-*{TEMPORARY}"):
         if _NAME.fullmatch(left.name.removesuffix(TEMPORARY)):
             shutil.rmtree(left)
@@ -58,13 +57,13 @@ def publish(folder: Path, index: str) -> Path:
     """Complete the temporary ``folder`` and make it visible (2 to 5); returns where it is then."""
     root, final = folder.parent, folder.with_name(folder.name.removesuffix(TEMPORARY))
     write_synced(folder / INDEX, index.encode())  # (2)
-    sync_folder(folder)
+    sync(folder)
     pointer = root / (LATEST + TEMPORARY)
     write_synced(pointer, f"{final.name}\n".encode())  # (3)
     folder.rename(final)  # (4)
-    sync_folder(root)
+    sync(root)
     pointer.replace(root / LATEST)  # (5)
-    sync_folder(root)
+    sync(root)
     return final
 
 
@@ -105,20 +104,3 @@ def read_latest(root: Path) -> Path | None:
     except (OSError, ValueError):
         return None
     return root / name if _NAME.fullmatch(name) else None
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and see it on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """See a folder's names on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

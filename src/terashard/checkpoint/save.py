@@ -41,6 +41,7 @@ from terashard.checkpoint.index import (
 )
 from terashard.comm.group import Group
 from terashard.errors import CheckpointError
+from terashard.files import sync
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,7 +151,7 @@ def _write_own(folder: Path, rank: int, pieces: Sequence[Piece]) -> bytes:
         checksums = [_write_piece(file, piece) for piece in by_width]
         file.flush()
         os.fsync(file.fileno())
-    commit.sync_folder(folder)
+    sync(folder)
     parts = [
         (piece.name, asdict(_describe(path.name, piece, found)))
         for piece, found in zip(by_width, checksums, strict=True)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from terashard.data.corpus import Document
 from terashard.errors import DataError
+from terashard.files import sync
 
 _BUFFER = 1 << 20
 
@@ -38,9 +39,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in [*temporary.iterdir(), temporary]:
-            _sync(path)
+            sync(path)
         temporary.rename(out)
-        _sync(out.parent)
+        sync(out.parent)
     except OSError as error:
         raise DataError(
             f"cannot write {out}: {error.strerror}; nothing was left behind:"
@@ -95,11 +96,3 @@ class TokenWriter:
 
 def _write_header(file: BinaryIO, count: int) -> None:
     npy.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": (count,)})
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

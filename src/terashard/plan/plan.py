@@ -12,6 +12,7 @@ from typing import Any
 
 from terashard.config.schema import BatchConfig, ParallelConfig, RunConfig
 from terashard.errors import PlanError
+from terashard.files import replace_text
 from terashard.schedule.actions import Grid, MicroBatch, Over
 from terashard.schedule.check import check
 from terashard.schedule.lower import (
@@ -127,9 +128,8 @@ class Plan:
 
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""
-        path.write_text(
-            json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
-        )
+        found = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        replace_text(path, json.dumps(found, indent=1) + "\n")
 
 
 def load(path: Path) -> Plan:

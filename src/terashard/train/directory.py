@@ -21,6 +21,7 @@ used again under the same name: nothing is lost but the logs of the failure, whi
 import fcntl
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,8 @@ from typing import IO, Any
 from terashard.config.load import load
 from terashard.config.schema import RunConfig
 from terashard.config.write import dump, versions
-from terashard.errors import CommunicationError, ConfigError, TerashardError
+from terashard.errors import CommunicationError, ConfigError, RunError, TerashardError
+from terashard.files import replace_text, writing
 from terashard.plan.plan import Plan
 from terashard.train.record import read_lines
 
@@ -44,12 +46,9 @@ class RunDirectory:
         self.require_new()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            return self.hold()
         except OSError as cause:
-            raise ConfigError(
-                f"cannot write the run directory {self.path} ({cause.strerror}); choose another"
-                " with --run.directory"
-            ) from cause
+            raise self._unwritable(cause) from cause
+        return self.hold()
 
     def require_new(self) -> None:
         """Refuse a directory that holds a run, or anything else."""
@@ -69,7 +68,10 @@ class RunDirectory:
 
     def hold(self) -> IO[str]:
         """Keep other runs out until the returned file is closed or this process ends."""
-        file = (self.path / "lock").open("w")
+        try:
+            file = (self.path / "lock").open("w")
+        except OSError as cause:
+            raise self._unwritable(cause) from cause
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,12 +83,19 @@ class RunDirectory:
             pass  # a file system without locks
         return file
 
+    def _unwritable(self, cause: OSError) -> ConfigError:
+        return ConfigError(
+            f"cannot write the run directory {self.path} ({cause.strerror}); make it writable, or"
+            " choose another for a new run with --run.directory"
+        )
+
     def describe(self, config: RunConfig, plan: Plan) -> None:
         """Write configuration, versions and plan: the run has been found possible."""
-        (self.path / "versions.json").write_text(json.dumps(versions(), indent=1) + "\n")
-        (self.path / "config.toml").write_text(dump(config))
-        self.request.unlink(missing_ok=True)
+        replace_text(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
+        replace_text(self.path / "config.toml", dump(config))
         plan.save(self.plan)
+        with writing(self.request):
+            self.request.unlink(missing_ok=True)
 
     def config(self, overrides: tuple[str, ...] = ()) -> RunConfig:
         """The configuration that was written, with ``overrides`` on top."""
@@ -125,39 +134,44 @@ class RunDirectory:
 
     def log(self, rank: int) -> Path:
         """The log file of one rank, its folder made."""
-        (self.path / "logs").mkdir(exist_ok=True)
-        return self.path / "logs" / f"rank-{rank}.log"
+        path = self.path / "logs" / f"rank-{rank}.log"
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+        return path
 
     def write_status(self, state: str, step: int) -> None:
         """Say how the run stands."""
         text = json.dumps({"state": state, "step": step, "time": time.time()})
-        (self.path / "status.json").write_text(text + "\n")
+        replace_text(self.path / "status.json", text + "\n")
 
     def status(self) -> dict[str, Any]:
-        """How the run stands; {} if it has not begun."""
-        file = self.path / "status.json"
-        found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        return found
+        """How the run stands; {} if it has not begun, or nobody can read it."""
+        try:
+            found = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def begin(self) -> None:
         """Forget how an earlier part of the run ended."""
-        (self.path / "status.json").unlink(missing_ok=True)
-        for old in (self.path / "errors").glob("rank-*.json"):
-            old.unlink()
+        with writing(self.path / "status.json"):
+            (self.path / "status.json").unlink(missing_ok=True)
+            for old in (self.path / "errors").glob("rank-*.json"):
+                old.unlink()
 
     def write_error(self, rank: int, error: BaseException) -> None:
-        """Say why a rank failed."""
+        """Say why a rank failed, and where, if there is room to write it; its log says it too."""
         folder = self.path / "errors"
-        folder.mkdir(exist_ok=True)
-        ours = isinstance(error, TerashardError)
         found = {
             "rank": rank,
-            "message": str(error) if ours else f"{type(error).__name__}: {error}",
+            "message": _message(error),
             "kind": type(error).__name__,
             "secondary": isinstance(error, CommunicationError),
             "time": time.time(),
         }
-        (folder / f"rank-{rank}.json").write_text(json.dumps(found) + "\n")
+        with suppress(OSError, RunError):
+            folder.mkdir(exist_ok=True)
+            replace_text(folder / f"rank-{rank}.json", json.dumps(found) + "\n")
 
     def errors(self) -> list[dict[str, Any]]:
         """Why ranks failed: first those that did not merely lose a peer, then in order of time."""
@@ -168,3 +182,9 @@ class RunDirectory:
             except ValueError:
                 continue  # the rank was killed while it wrote
         return sorted(found, key=lambda e: (e["secondary"], e["time"]))
+
+
+def _message(error: BaseException) -> str:
+    """What ``error`` says, with its notes: a module's own error has rank, stage and cell there."""
+    said = str(error) if isinstance(error, TerashardError) else f"{type(error).__name__}: {error}"
+    return "; ".join([said, *getattr(error, "__notes__", ())])

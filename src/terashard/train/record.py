@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from terashard.files import replace_text, writing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
@@ -56,14 +58,15 @@ class Metrics:
     def __init__(self, path: Path, *, after_step: int = 0) -> None:
         """Open ``path``; records past ``after_step``, which will be made again, are dropped."""
         kept = [line for line in read_lines(path) if json.loads(line)["step"] <= after_step]
-        beside = path.with_suffix(".tmp")
-        beside.write_text("".join(f"{line}\n" for line in kept))
-        beside.replace(path)
-        self._file = path.open("a", buffering=1)
+        replace_text(path, "".join(f"{line}\n" for line in kept))
+        self._path = path
+        with writing(path):
+            self._file = path.open("a", buffering=1)
 
     def write(self, record: StepRecord) -> None:
         """Append one record."""
-        self._file.write(record.to_json() + "\n")
+        with writing(self._path):
+            self._file.write(record.to_json() + "\n")
 
     def close(self) -> None:
         """Close the file."""

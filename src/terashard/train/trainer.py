@@ -16,6 +16,7 @@ from terashard.checkpoint.load import Checkpoint
 from terashard.checkpoint.save import save
 from terashard.config.schema import RunConfig
 from terashard.errors import CommunicationError, ConfigError, RunError
+from terashard.files import replace_text
 from terashard.runtime.pipeline import Pipeline, StepResult
 from terashard.simulate.timeline import Timeline
 from terashard.train import state
@@ -212,7 +213,7 @@ class Trainer:
                 "step": self.progress.step,
                 "ranks": [json.loads(row) for row in rows],
             }
-            self.directory.timeline.write_text(json.dumps(found) + "\n")
+            replace_text(self.directory.timeline, json.dumps(found) + "\n")
 
     def _located(self, cause: CommunicationError) -> CommunicationError:
         """``cause`` with this rank, its stage and the step in front, whoever raised it."""

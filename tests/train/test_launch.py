@@ -1,12 +1,13 @@
 """What the launcher settles before and after its workers, without any."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from terashard.errors import ConfigError, RunError
-from terashard.train import launch
+from terashard.errors import CommunicationError, ConfigError, RunError
+from terashard.train import launch, worker
 from terashard.train.directory import RunDirectory
 from terashard.train.stop import StopFlag
 from terashard.train.worker import Place, _device
@@ -69,3 +70,44 @@ def test_a_gpu_that_is_not_there_is_refused(
             _device(config, place)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert _device(config_of(tmp_path), place) == torch.device("cuda", 1)
+
+
+def test_under_torchrun_a_resume_holds_the_directory_as_a_new_run_does(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a new run took the lock: two resumes could write into one directory."""
+    became: list[str] = []
+    monkeypatch.setattr(RunDirectory, "config", lambda self, overrides: config_of(tmp_path))
+    monkeypatch.setattr(launch, "check_resume", lambda config, directory: None)
+    monkeypatch.setattr(launch, "_become_rank", lambda *a, **k: became.append(os.environ["RANK"]))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with directory.hold():
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(ConfigError, match="is going on; wait for its end"):
+            launch.resume(directory.path, (), StopFlag())
+        monkeypatch.setenv("RANK", "1")  # rank 0 holds it for all
+        launch.resume(directory.path, (), StopFlag())
+    monkeypatch.setenv("RANK", "0")
+    launch.resume(directory.path, (), StopFlag())
+    assert became == ["1", "0"]
+
+
+def test_peers_are_pinged_before_anything_waits_for_all_of_them(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A world-wide exchange came first, with a time-out of minutes and no rank in its message."""
+
+    def lost(*_: object) -> None:
+        raise CommunicationError("rank 1 does not answer")
+
+    def waits(*_: object) -> None:
+        raise AssertionError("waited for all before the ping")
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(worker.Mesh, "of_processes", lambda **_: None)
+    monkeypatch.setattr(worker, "_neighbours", waits)
+    monkeypatch.setattr(worker, "ping", lost)
+    with pytest.raises(CommunicationError, match="rank 1 does not answer"):
+        worker.train(config_of(tmp_path), directory, StopFlag(), resume=False)

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import uuid
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from terashard.checkpoint.load import Checkpoint, find_latest
 from terashard.config.schema import RunConfig
 from terashard.config.write import dump
 from terashard.errors import CheckpointError, ConfigError, RunError
+from terashard.files import replace_text
 from terashard.plan.plan import Plan
 from terashard.train.directory import RunDirectory
 from terashard.train.failure import advice, explain, own_message
@@ -54,9 +56,11 @@ def resume(path: Path, overrides: tuple[str, ...] = (), flag: StopFlag | None = 
     config = replace(config, run=replace(config.run, directory=str(path)))
     plan = check_resume(config, directory)
     if flag is not None:
-        return _become_rank(config, directory, flag, resume=True)
+        alone = nullcontext() if Place.of_environment().rank else directory.hold()
+        with alone:
+            return _become_rank(config, directory, flag, resume=True)
     with directory.hold():
-        directory.request.write_text(dump(config))
+        replace_text(directory.request, dump(config))
         return _launch(config, directory, plan.processes, resume=True)
 
 
@@ -123,7 +127,8 @@ def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resum
         return _after_signal(directory, signal.SIGINT)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        directory.write_status("failed", directory.status().get("step", 0))
+        with suppress(RunError):  # the first cause matters more
+            directory.write_status("failed", directory.status().get("step", 0))
         raise explain(directory, codes) from failed
     return 0
 

@@ -81,8 +81,8 @@ def leave(code: int) -> None:
 def work(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume: bool) -> int:
     """``train``, with logs and with failures written down; returns the exit code."""
     place = Place.of_environment()
-    _keep_log(directory, place)
     try:
+        _keep_log(directory, place)
         train(config, directory, flag, resume=resume)
     except BaseException as error:  # a callback's SystemExit too: the other ranks wait for this one
         level = logging.ERROR if isinstance(error, TerashardError) else logging.CRITICAL
@@ -104,8 +104,8 @@ def train(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume:
         device=_device(config, place),
         timeout=config.run.timeout,
     )
-    flag.look_after(_neighbours(mesh, place))
     ping(mesh, min(config.run.timeout, PING_SECONDS))
+    flag.look_after(_neighbours(mesh, place))
     checkpoint = Checkpoint.open(find_latest(directory.checkpoints)) if resume else None
     trainer = Trainer(
         config,

@@ -35,8 +35,6 @@ import terashard
 assert Path(terashard.__file__).is_relative_to(Path(__file__).parent / "src"), terashard.__file__
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
-
 
 @dataclass(frozen=True)
 class Mutant:
@@ -82,6 +80,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _copy(tmp_path_factory.mktemp("original"))
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(8 * SECONDS)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_the_named_tests_catch_it(mutant: Mutant, original: Path, tmp_path: Path) -> None:
@@ -94,6 +94,14 @@ def test_the_named_tests_catch_it(mutant: Mutant, original: Path, tmp_path: Path
         assert broken.is_red, (
             f"{mutant.breaks}\nbut {catcher} did not fail (exit code {broken.code}):\n{broken.text}"
         )
+
+
+def test_every_patch_applies_and_names_tests_that_exist() -> None:
+    for mutant in MUTANTS:
+        _apply(mutant, ROOT, "--check")
+        for catcher in mutant.catchers:
+            file, _, name = catcher.partition("::")
+            assert f"\ndef {name}(" in (ROOT / file).read_text("utf-8"), (mutant, catcher)
 
 
 def test_every_patch_is_small_and_numbered_once() -> None:
@@ -115,9 +123,9 @@ def _copy(folder: Path) -> Path:
     return folder
 
 
-def _apply(mutant: Mutant, folder: Path) -> None:
+def _apply(mutant: Mutant, folder: Path, *options: str) -> None:
     done = subprocess.run(
-        ["git", "apply", "--verbose", str(mutant.path)],
+        ["git", "apply", "--verbose", *options, str(mutant.path)],
         cwd=folder,
         # A folder inside a work tree would have git skip what it does not track.
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)},

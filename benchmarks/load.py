@@ -7,7 +7,7 @@ from psutil import Process, cpu_times
 
 
 class ForeignLoad:
-    """Cores kept busy by processes that are not ours, over the time between ``start`` and ``cores``."""
+    """Cores kept busy by others, over the time between ``start`` and ``cores``."""
 
     def __init__(self, pids: list[int]) -> None:
         self._ours = [Process(pid) for pid in pids]

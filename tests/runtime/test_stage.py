@@ -44,12 +44,12 @@ def _stage(index: int = 0, units: Sequence[nn.Module] | None = None, width: int 
     kwargs = {"device": torch.device("cpu"), "dtype": torch.float64}
     for _, unit in named:
         unit.to(torch.float64)
-    return Stage(UserStage(named, width), index, loss=user_loss, **kwargs)
+    return Stage(UserStage(named, width), index, **kwargs)
 
 
 def _begin(stage: Stage, schedule: Schedule) -> None:
     tokens = torch.arange(12, dtype=torch.float64).view(2, 6)
-    stage.begin(schedule, tokens, tokens, 1.0)
+    stage.begin(schedule, tokens, tokens, user_loss)
 
 
 def _perform(stage: Stage, actions: Sequence[Action]) -> list[Tensor | None]:

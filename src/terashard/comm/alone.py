@@ -34,6 +34,11 @@ class AloneGroup:
         """The only global rank."""
         return (self.member,)
 
+    @property
+    def receives_ahead(self) -> int:
+        """Always 0."""
+        return 0
+
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> NoReturn:
         """Refuse: there is nobody to send to."""
         raise CommunicationError(f"rank {self.member} is alone in its group; it has no peer {peer}")

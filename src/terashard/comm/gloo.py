@@ -29,6 +29,11 @@ GATHER_TAG, SCATTER_TAG = 2**30, 2**30 + 1
 class GlooGroup(DistributedGroup):
     """A group whose handle is of the backend gloo."""
 
+    @property
+    def receives_ahead(self) -> int:
+        """See ``Group.receives_ahead``."""
+        return 2
+
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Transfers:
         """See ``Group.send``."""
         return DistributedGroup.send(self, tensor.cpu(), peer, tag)

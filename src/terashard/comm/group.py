@@ -17,10 +17,11 @@ from torch import Tensor
 class Work(Protocol):
     """An operation that was issued and may not have finished."""
 
-    def wait(self) -> None:
-        """Block until the operation is finished.
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation is finished; ``timeout`` in seconds, by default the group's.
 
-        Raises ``CommunicationError`` if a peer is gone or too late.
+        Raises ``CommunicationError`` if a peer is gone or too late. On a GPU, without ``timeout``,
+        it is the stream that waits, not the host.
         """
 
 
@@ -38,6 +39,15 @@ class Group(Protocol):
     @property
     def ranks(self) -> tuple[int, ...]:
         """The global rank of every member, in order of position."""
+
+    @property
+    def receives_ahead(self) -> int:
+        """How many receives of one sender are best posted before their turn.
+
+        2 where a posted receive costs nothing but its buffer, so that messages travel while the
+        rank computes. 0 where it is a kernel that spins on the GPU until its message comes (NCCL):
+        post it when its turn has come.
+        """
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Send a contiguous ``tensor`` to the member at position ``peer``."""

@@ -34,6 +34,11 @@ from terashard.comm.rows import row_range
 class NcclGroup(DistributedGroup):
     """A group whose handle is of the backend nccl."""
 
+    @property
+    def receives_ahead(self) -> int:
+        """See ``Group.receives_ahead``: a posted receive is a kernel that spins."""
+        return 0
+
     def barrier(self) -> None:
         """See ``Group.barrier``."""
         here = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))

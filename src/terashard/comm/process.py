@@ -81,6 +81,11 @@ class DistributedGroup(ABC):
         what = self._check_message(buffer, peer, "waits for a message of", tag)
         return self._issue(dist.irecv, buffer.data, peer, tag, what)
 
+    @property
+    @abstractmethod
+    def receives_ahead(self) -> int:
+        """See ``Group.receives_ahead``."""
+
     @abstractmethod
     def gather_rows(self, full: Sequence[Tensor]) -> Transfers:
         """See ``Group.gather_rows``."""

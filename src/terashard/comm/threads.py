@@ -93,6 +93,11 @@ class ThreadGroup:
         """Global ranks by position."""
         return self.room.ranks
 
+    @property
+    def receives_ahead(self) -> int:
+        """See ``Group.receives_ahead``."""
+        return 2
+
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Done:
         """See ``Group.send``."""
         self._check_message(tensor, peer, "send")

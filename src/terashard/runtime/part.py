@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from terashard.schedule.actions import (
+    WAYS,
     Action,
     Backward,
     Cell,
@@ -25,6 +26,7 @@ from terashard.schedule.actions import (
     Receive,
     Send,
     UnitKey,
+    Way,
 )
 from terashard.schedule.needs import units_used
 from terashard.schedule.schedule import Schedule
@@ -42,8 +44,8 @@ class Part:
     actions: tuple[Action, ...]
     first_uses: tuple[tuple[UnitKey, ...], ...]
     """For every action, the units that it is the first to read after their gathering."""
-    receives: Mapping[bool, tuple[Receive, ...]]
-    """In order: of activations (True), and of gradients (False)."""
+    receives: Mapping[Way, tuple[Receive, ...]]
+    """In order: of activations, which go down, and of gradients, which go up."""
     acknowledged: Mapping[Receive, tuple[Sent, ...]]
     """For every receive, the sends that the other rank had taken since its message before."""
     trained: tuple[UnitKey, ...]
@@ -59,21 +61,15 @@ class Part:
             rank=rank,
             actions=actions,
             first_uses=tuple(_first_uses(schedule, actions)),
-            receives={
-                way: tuple(r for r in receives if is_down(r) is way) for way in (True, False)
-            },
+            receives={way: tuple(r for r in receives if r.way == way) for way in WAYS},
             acknowledged=_acknowledged(schedule, rank, receives),
             trained=tuple(_trained(schedule, rank)),
         )
 
 
 def is_down(action: Send | Receive) -> bool:
-    """Whether an activation travels, from a stage to a later one; gradients travel up."""
-    match action:
-        case Send(cell, to):
-            return to > cell.stage
-        case Receive(cell, source):
-            return source < cell.stage
+    """Whether an activation travels, and no gradient."""
+    return action.way == "down"
 
 
 def _first_uses(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple[UnitKey, ...]]:
@@ -109,10 +105,11 @@ def _acknowledged(
         taken: list[Sent] = []
         for action in schedule.actions(other):
             match action:
-                case Receive(cell, source) if rank_of(source) == rank:
-                    taken.append((Cell(source, cell.micro, cell.slice), cell.stage))
-                case Send(cell, to) if rank_of(to) == rank:
-                    found[Receive(Cell(to, cell.micro, cell.slice), cell.stage)] = tuple(taken)
+                case Receive() if rank_of(action.source) == rank:
+                    send = action.send()
+                    taken.append((send.cell, send.to))
+                case Send() if rank_of(action.to) == rank:
+                    found[action.receive()] = tuple(taken)
                     taken = []
                 case _:
                     pass

@@ -9,7 +9,7 @@ list of *actions*, frozen values that cannot be built wrong: a ``Gather`` has no
     B1.0.2      its backward
     F1.0.2/1    only its second segment: the next units of the stage
     S1.0.2>2    send to stage 2 what cell 1.0.2 made: its output; to stage 0: its input's gradient
-    S1.0.2>2&   the same, issued together with the receive that follows
+    S1.0.2>2&   the same, in one with the receive that follows, should sends block
     R1.0.2<0    receive for cell 1.0.2 from stage 0: its input; from stage 2: its output's gradient
     G1:3  X1:3  gather, release the parameters of unit 3 of stage 1
     A1:3@shard  add up the gradients of unit 3 of stage 1 over the ranks that share it out
@@ -28,6 +28,9 @@ OVERS: tuple[Over, ...] = get_args(Over)
 """The sums that a gradient may go through, in the order in which they are taken."""
 Placement: TypeAlias = Literal["looped", "v"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+Way: TypeAlias = Literal["down", "up"]
+WAYS: tuple[Way, ...] = get_args(Way)
+"""Activations travel down, to a later stage; gradients travel up."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,9 +174,10 @@ class Backward:
 class Send:
     """Send what ``cell`` made to stage ``to``.
 
-    The next stage gets the cell's output, the stage before gets its input's gradient.
-    ``paired``: issued together with the ``Receive`` that follows, so that two neighbours whose
-    sends block can swap.
+    The next stage gets the cell's output, the stage before gets its input's gradient. ``paired``
+    is for transports whose sends block until they are received: this one may only be done together
+    with the ``Receive`` that follows, so that two neighbours can swap. The transports of today
+    buffer sends and the worker waits for none, so a pair asks nothing more of them.
     """
 
     cell: Cell
@@ -182,6 +186,15 @@ class Send:
 
     def __str__(self) -> str:
         return f"S{self.cell}>{self.to}" + ("&" if self.paired else "")
+
+    @property
+    def way(self) -> Way:
+        """Which way the message goes."""
+        return "down" if self.to > self.cell.stage else "up"
+
+    def receive(self) -> "Receive":
+        """The other side of this message."""
+        return Receive(Cell(self.to, self.cell.micro, self.cell.slice), self.cell.stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +206,15 @@ class Receive:
 
     def __str__(self) -> str:
         return f"R{self.cell}<{self.source}"
+
+    @property
+    def way(self) -> Way:
+        """Which way the message goes."""
+        return "down" if self.source < self.cell.stage else "up"
+
+    def send(self) -> Send:
+        """The other side of this message."""
+        return Send(Cell(self.source, self.cell.micro, self.cell.slice), self.cell.stage)
 
 
 @dataclass(frozen=True, slots=True)

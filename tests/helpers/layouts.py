@@ -11,10 +11,10 @@ from torch import Tensor
 
 from terashard.comm.mesh import Mesh
 from terashard.nn.init import Initialiser
+from terashard.nn.loss import Loss
 from terashard.nn.protocols import StageModule
 from terashard.plan.plan import Plan, spread_layers
 from terashard.runtime.pipeline import Pipeline
-from terashard.runtime.stage import Loss
 from terashard.schedule.actions import MicroBatch
 from terashard.shard.precision import Precision
 from terashard.spec.model import ModelSpec

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from terashard.nn.embedding import check_ids
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+"""(output of one slice, its targets) → 0-dim sum over tokens."""
 Head = Callable[[Tensor], Tensor]
 
 

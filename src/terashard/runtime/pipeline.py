@@ -13,21 +13,21 @@ gradient is that of the sum of the loss over all target tokens of all ranks, div
 number, so that neither slices nor micro-batches nor ranks change it.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from terashard.comm.mesh import Mesh
 from terashard.errors import PlanError, RunError, ScheduleError
-from terashard.nn.loss import CrossEntropy
+from terashard.nn.loss import CrossEntropy, Loss
 from terashard.nn.protocols import StageModule
 from terashard.plan.plan import Plan
-from terashard.runtime.stage import Loss, Stage
+from terashard.runtime.agree import require_equal_ties, require_equal_values, whole_digests
+from terashard.runtime.stage import ScaledLoss, Stage
 from terashard.runtime.table import exchange
 from terashard.runtime.worker import Worker
 from terashard.schedule.check import check
@@ -36,6 +36,8 @@ from terashard.shard.clip import scale_gradients, squared_norm
 from terashard.shard.cut import make_units, named_parameters
 from terashard.shard.materialise import Fill, materialise, require_written
 from terashard.shard.precision import Precision
+from terashard.shard.reduction import Traffic
+from terashard.shard.unit import ShardUnit
 from terashard.simulate.timeline import Timeline
 
 StageFactory = Callable[[int], StageModule]
@@ -52,7 +54,7 @@ class StepResult:
     gradient_norm: float
     """Over all parameters, tied ones counted once, before any clipping."""
     idle_share: float
-    """Part of all ranks' time in which they did not compute."""
+    """Part of its time in which a rank did not compute, the mean of all ranks."""
     signals: tuple[float, ...]
     """Sums over all ranks of what each passed in."""
     timeline: Timeline
@@ -66,7 +68,8 @@ class Pipeline:
     this rank's module. ``loss`` maps the last stage's output of one slice and its targets to a sum
     over tokens; tokens whose target is its ``ignore_index``, if it has one, are not counted.
     ``fill`` gives values to modules on meta: (global name, full shape, rows) → these rows. Raises
-    ``PlanError`` on all ranks if their plans, stages and meshes do not fit together.
+    ``PlanError`` on all ranks if their plans, stages and meshes do not fit together, and
+    ``RunError`` on all if what must have the same values on several of them has not.
     """
 
     def __init__(
@@ -87,16 +90,18 @@ class Pipeline:
         module = _module(stages, index)
         table = exchange(module, plan, mesh, self.precision)
         self._ties = table.ties(index)
+        whole = whole_digests(module, mesh)
         self.units = make_units(
             module.units(), mesh=mesh, precision=self.precision, ties=self._ties
         )
         if fill is not None:
             self.fill(fill)
         require_written(self.units)
+        require_equal_values(self.units, whole, self._ties, mesh)
         units = table.units(plan)
         self._schedule, self._evaluation = plan.schedule(units), plan.evaluation(units)
         device, dtype = mesh.device, self.precision.compute
-        self._stage = Stage(module, index, loss=self.loss, device=device, dtype=dtype)
+        self._stage = Stage(module, index, device=device, dtype=dtype)
         self._worker = Worker(mesh, {index: self._stage}, {index: self.units})
 
     @property
@@ -130,31 +135,38 @@ class Pipeline:
         that the loss needs anyway. After a step that failed, on a mesh of several ranks, no other
         can run: a message of it could be taken for one of the next.
         """
-        count, timeline = self._run(self._schedule, tokens, targets)
+        count, timeline = self._run(self._schedule, tokens, targets, self.loss)
         norm = squared_norm(self.units, count_ties=self._stage.index == 0)
         if self.mesh.coordinates.replica > 0:
             norm.zero_()
-        times = timeline.busy(self._worker.rank), timeline.seconds
-        loss, square, busy, seconds, *summed = self._sum(
-            [self._stage.loss_sum, norm, *times, *signals]
+        loss, tokens_of_all, square, idle, *summed = self._sum(
+            [self._stage.loss_sum, count, norm, timeline.idle_share(), *signals]
         )
         return StepResult(
             loss=loss,
-            tokens=count,
+            tokens=int(tokens_of_all),
             gradient_norm=square**0.5,
-            idle_share=1.0 - busy / seconds,
+            idle_share=idle / self.mesh.world.size,
             signals=tuple(summed),
             timeline=timeline,
         )
 
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> tuple[float, int]:
+    def evaluate(
+        self, tokens: Tensor, targets: Tensor, *, loss: Loss | None = None
+    ) -> tuple[float, int]:
         """Mean loss and number of target tokens of ``tokens`` and ``targets`` [S, N].
 
-        Both over all ranks. No gradients are made or touched.
+        Both over all ranks, under ``loss``, by default that of training. Modules are in evaluation
+        mode meanwhile. No gradients are made or touched.
         """
-        count, _ = self._run(self._evaluation, tokens, targets)
-        (loss,) = self._sum([self._stage.loss_sum])
-        return loss, count
+        with _evaluating(self.units):
+            count, _ = self._run(self._evaluation, tokens, targets, loss or self.loss)
+        mean, tokens_of_all = self._sum([self._stage.loss_sum, count])
+        return mean, int(tokens_of_all)
+
+    def traffic(self) -> Traffic:
+        """What this rank has asked other ranks for since the pipeline was made."""
+        return sum((unit.traffic for unit in self.units), Traffic())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters: DTensors, sharded on dim 0."""
@@ -188,21 +200,7 @@ class Pipeline:
 
     def require_equal_ties(self) -> None:
         """Raise ``RunError`` if a weight that two stages share is no longer the same on both."""
-        if self.mesh.tie is None or not self._ties:
-            return
-        mine = {
-            tuple(sorted((n, self._ties[n]))): p
-            for n, p in self.state_dict().items()
-            if n in self._ties
-        }
-        digests = [blake2b(_bytes(mine[key])).hexdigest() for key in sorted(mine)]
-        found = self.mesh.tie.gather_bytes(json.dumps(digests).encode())
-        if len(set(found)) > 1:
-            names = ", ".join(f"{a} and {b}" for a, b in sorted(mine))
-            raise RunError(
-                f"{self.mesh}: tied weights are no longer equal: {names}; give both the same"
-                " optimizer options, or start again from the last checkpoint"
-            )
+        require_equal_ties(self.units, self._ties, self.mesh)
 
     def _require_mesh(self) -> None:
         plan, mesh = self.plan, self.mesh
@@ -213,7 +211,10 @@ class Pipeline:
                 " make the mesh from the plan"
             )
 
-    def _run(self, schedule: Schedule, tokens: Tensor, targets: Tensor) -> tuple[int, Timeline]:
+    def _run(
+        self, schedule: Schedule, tokens: Tensor, targets: Tensor, loss: Loss
+    ) -> tuple[Tensor, Timeline]:
+        """Perform ``schedule``; the 0-dim count is this rank's part of a sum over all ranks."""
         wanted = (self.plan.sequences, self.plan.tokens)
         if tuple(tokens.shape) != wanted or tuple(targets.shape) != wanted:
             raise RunError(
@@ -222,16 +223,18 @@ class Pipeline:
                 " one data-parallel rank"
             )
         tokens, targets = tokens.to(self.mesh.device), targets.to(self.mesh.device)
-        total = self._count(targets)
-        return total, self._worker.run(schedule, tokens, targets, 1.0 / max(total, 1))
+        total = self._count(targets, loss)
+        scaled = ScaledLoss(loss, 1.0 / total.clamp(min=1.0))
+        timeline = self._worker.run(schedule, tokens, targets, scaled)
+        return total if self.mesh.rank == 0 else torch.zeros_like(total), timeline
 
-    def _count(self, targets: Tensor) -> int:
-        """Target tokens of all data-parallel ranks."""
-        ignored = getattr(self.loss, "ignore_index", None)
+    def _count(self, targets: Tensor, loss: Loss) -> Tensor:
+        """Target tokens of all data-parallel ranks, 0-dim; read here, a GPU would be waited for."""
+        ignored = getattr(loss, "ignore_index", None)
         kept = targets.numel() if ignored is None else (targets != ignored).sum()
-        count = torch.as_tensor(kept, dtype=torch.int64, device=self.mesh.device)
+        count = torch.as_tensor(kept, dtype=torch.float64, device=self.mesh.device)
         self.mesh.data.sum(count).wait()
-        return int(count)
+        return count
 
     def _sum(self, values: Sequence[float | Tensor]) -> list[float]:
         """Sums over all ranks, in one reduction."""
@@ -255,8 +258,14 @@ def _module(stages: StageFactory | StageModule, index: int) -> StageModule:
     return module
 
 
-def _bytes(parameter: nn.Parameter) -> bytes:
-    local = parameter.data
-    assert isinstance(local, DTensor)
-    raw: bytes = local.to_local().contiguous().cpu().view(torch.uint8).numpy().tobytes()
-    return raw
+@contextmanager
+def _evaluating(units: Sequence[ShardUnit]) -> Iterator[None]:
+    """The modules of ``units`` in evaluation mode: no dropout, and no random number drawn."""
+    modes = [(module, module.training) for unit in units for module in unit.module.modules()]
+    for unit in units:
+        unit.module.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -17,7 +17,7 @@ Shapes: S sequences of this rank, B sequences of one micro-batch, N tokens of a 
 slice, C channels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,27 +25,24 @@ import torch
 from torch import Tensor, nn
 
 from terashard.errors import RunError
-from terashard.nn.loss import loss_and_gradient, loss_only
+from terashard.nn.loss import Loss, loss_and_gradient, loss_only
 from terashard.nn.protocols import Carry, StageModule, TokenSlice
 from terashard.schedule.actions import Backward, Cell, Forward
-from terashard.schedule.needs import units_used
 from terashard.schedule.schedule import Schedule
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(output of one slice, its targets) → 0-dim sum over tokens."""
 
 
 class ScaledLoss:
-    """A loss times a constant, with the chunk size of the loss if it has one."""
+    """A loss times a constant (0-dim), with the chunk size of the loss if it has one."""
 
-    def __init__(self, loss: Loss, scale: float) -> None:
+    def __init__(self, loss: Loss, scale: Tensor) -> None:
         self._loss, self._scale = loss, scale
         if hasattr(loss, "chunk_tokens"):
             self.chunk_tokens = loss.chunk_tokens
 
     def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
         """The scaled sum over tokens."""
-        return self._loss(output, targets) * self._scale
+        summed = self._loss(output, targets)
+        return summed * self._scale.to(summed.dtype)
 
 
 @dataclass(slots=True)
@@ -76,24 +73,22 @@ class Stage:
         module: StageModule,
         index: int,
         *,
-        loss: Loss,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         units = [unit for _, unit in module.units()]
-        self.index, self.loss, self.device, self.dtype = index, loss, device, dtype
+        self.index, self.device, self.dtype = index, device, dtype
         self.width = module.width
         self.head: nn.Module | None = units.pop() if module.has_head() else None
         self.units: Sequence[nn.Module] = units
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self._schedule: Schedule | None = None
         self._micros: list[_MicroState] = []
-        self._scaled = ScaledLoss(loss, 1.0)
+        self._loss: Loss | None = None
 
-    def begin(self, schedule: Schedule, tokens: Tensor, targets: Tensor, scale: float) -> None:
-        """Start a step on ``tokens`` and ``targets`` [S, N]; the loss is scaled by ``scale``."""
-        self._schedule = schedule
-        self._scaled = ScaledLoss(self.loss, scale)
+    def begin(self, schedule: Schedule, tokens: Tensor, targets: Tensor, loss: Loss) -> None:
+        """Start a step on ``tokens`` and ``targets`` [S, N] under ``loss``."""
+        self._schedule, self._loss = schedule, loss
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         partition = schedule.grid.partition
         counts = [micro.sequences for micro in partition]
@@ -105,7 +100,7 @@ class Stage:
 
     def end(self) -> None:
         """Let go of everything that the step held but ``loss_sum``."""
-        self._schedule, self._micros = None, []
+        self._schedule, self._loss, self._micros = None, None, []
 
     def input_shape(self, cell: Cell) -> tuple[int, int, int]:
         """Shape [B, n, C] of what travels into (and, as a gradient, out of) ``cell``."""
@@ -183,12 +178,11 @@ class Stage:
             return y
         where = state.slices[cell.slice]
         targets = state.targets[:, where.start : where.stop]
+        assert self._loss is not None
         if self._plan.training:
-            loss, state.gradients[cell.slice] = loss_and_gradient(
-                self.head, y, targets, self._scaled
-            )
+            loss, state.gradients[cell.slice] = loss_and_gradient(self.head, y, targets, self._loss)
         else:
-            loss = loss_only(self.head, y, targets, self._scaled)
+            loss = loss_only(self.head, y, targets, self._loss)
         self.loss_sum += loss
         return None
 
@@ -211,8 +205,8 @@ class Stage:
 
     def _indices(self, action: Forward | Backward) -> range:
         """Units of the action's segment, the head left out."""
-        used = units_used(self._plan, action)
-        return range(used.start, min(used.stop, len(self.units)))
+        bounds = (0, *self._plan.cuts.get(action.cell, ()), len(self.units))
+        return range(*bounds[action.segment : action.segment + 2])
 
     @property
     def _plan(self) -> Schedule:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from terashard.comm.mesh import Mesh
 from terashard.errors import CommunicationError, RunError
+from terashard.nn.loss import Loss
 from terashard.runtime.mail import Mail
 from terashard.runtime.part import Part, is_down
 from terashard.runtime.stage import Stage
@@ -52,8 +53,8 @@ class Worker:
         self._values: dict[tuple[Cell, bool], Tensor] = {}
         self._failure: str | None = None
 
-    def run(self, schedule: Schedule, tokens: Tensor, targets: Tensor, scale: float) -> Timeline:
-        """Perform one step on ``tokens`` and ``targets`` [S, N]; the loss is scaled by ``scale``.
+    def run(self, schedule: Schedule, tokens: Tensor, targets: Tensor, loss: Loss) -> Timeline:
+        """Perform one step on ``tokens`` and ``targets`` [S, N] under ``loss``.
 
         Afterwards every stage has its ``loss_sum``, and, in training, every unit its reduced
         gradients. Raises ``CommunicationError`` that says who waited for what; anything else that
@@ -66,7 +67,7 @@ class Worker:
             )
         part = self._part(schedule)
         try:
-            mail = self._begin(part, tokens, targets, scale)
+            mail = self._begin(part, tokens, targets, loss)
             timeline = self._perform_all(part, mail)
             self._end(part, mail)
         except BaseException:
@@ -83,10 +84,10 @@ class Worker:
             part = self._parts[schedule.training] = Part.of(schedule, self.rank)
         return part
 
-    def _begin(self, part: Part, tokens: Tensor, targets: Tensor, scale: float) -> Mail:
+    def _begin(self, part: Part, tokens: Tensor, targets: Tensor, loss: Loss) -> Mail:
         self._failure = "its beginning"  # until its end is reached
         for stage in self.stages.values():
-            stage.begin(part.schedule, tokens, targets, scale)
+            stage.begin(part.schedule, tokens, targets, loss)
         for key in part.trained:
             self._unit(key).zero_gradients()
         return Mail(part, self.mesh, self._new_buffer)

@@ -7,17 +7,15 @@ weight. Each axis once per step: a second sum would count every contribution twi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, assert_never
+from typing import assert_never
 
 from torch import Tensor
 
 from terashard.comm.group import Group, Work
 from terashard.comm.mesh import Mesh
 from terashard.errors import RunError
+from terashard.schedule.actions import Over
 from terashard.shard.gradient import Gradients
-
-Over = Literal["shard", "replica", "tie"]
-"""The axis: ranks that share pieces, copies of the whole pipeline, stages with a tied weight."""
 
 
 @dataclass(slots=True)
@@ -29,6 +27,15 @@ class Traffic:
     reductions: int = 0
     reduced_bytes: int = 0
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        """What two units have asked for together."""
+        return Traffic(
+            self.gathers + other.gathers,
+            self.gathered_bytes + other.gathered_bytes,
+            self.reductions + other.reductions,
+            self.reduced_bytes + other.reduced_bytes,
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class Reduction:
@@ -39,11 +46,6 @@ class Reduction:
     traffic: Traffic
     done: set[Over] = field(default_factory=set)
     _works: list[Work] = field(default_factory=list)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether something was issued and not waited for."""
-        return bool(self._works)
 
     @property
     def is_final(self) -> bool:

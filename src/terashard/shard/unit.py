@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from terashard.comm.group import Work
 from terashard.comm.mesh import Mesh
 from terashard.errors import RunError
+from terashard.schedule.actions import Over
 from terashard.shard.flat import FlatLayout
 from terashard.shard.gradient import Gradients
 from terashard.shard.param import ShardedParameter
 from terashard.shard.pool import Lease, Slot
 from terashard.shard.precision import Precision
-from terashard.shard.reduction import Over, Reduction, Traffic
+from terashard.shard.reduction import Reduction, Traffic
 
 
 class UnitState(Enum):

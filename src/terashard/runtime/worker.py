@@ -34,6 +34,7 @@ from terashard.schedule.actions import (
     UnitKey,
 )
 from terashard.schedule.schedule import Schedule
+from terashard.shard.sums import Sums
 from terashard.shard.unit import ShardUnit, UnitState
 from terashard.simulate.timeline import Span, Timeline
 
@@ -50,6 +51,7 @@ class Worker:
         self.mesh, self.stages, self.units = mesh, stages, units
         self.rank = mesh.coordinates.stage
         self._parts: dict[bool, Part] = {}
+        self._sums = Sums()
         self._values: dict[tuple[Cell, bool], Tensor] = {}
         self._failure: str | None = None
 
@@ -86,6 +88,7 @@ class Worker:
 
     def _begin(self, part: Part, tokens: Tensor, targets: Tensor, loss: Loss) -> Mail:
         self._failure = "its beginning"  # until its end is reached
+        self._sums = Sums()
         for stage in self.stages.values():
             stage.begin(part.schedule, tokens, targets, loss)
         for key in part.trained:
@@ -126,7 +129,7 @@ class Worker:
                 self._unit(unit).wait()
                 self._unit(unit).release()
             case Reduce(unit, over):
-                self._unit(unit).reduce(over)
+                self._sums.reduce(self._unit(unit), over)
             case _:
                 assert_never(action)
 
@@ -144,6 +147,7 @@ class Worker:
                 self._explain(error, "end of the step", send)
         for key in part.trained:
             try:
+                self._sums.settle(self._unit(key))
                 self._unit(key).wait_reduced()
             except Exception as error:
                 self._explain(error, "end of the step", Reduce(key))

@@ -48,6 +48,11 @@ class Reduction:
     _works: list[Work] = field(default_factory=list)
 
     @property
+    def is_pending(self) -> bool:
+        """Whether something was issued and not waited for."""
+        return bool(self._works)
+
+    @property
     def is_final(self) -> bool:
         """Whether the rows hold sums over the shards."""
         return "shard" in self.done or self.mesh.shard_reduce.size == 1

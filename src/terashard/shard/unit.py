@@ -83,6 +83,11 @@ class ShardUnit:
         """Whether the full parameters are the shard itself, so that no slot is used."""
         return self.mesh.shards == 1 and self.precision.compute == self.precision.master
 
+    @property
+    def is_reducing(self) -> bool:
+        """Whether a sum was issued and not finished."""
+        return self._reduction.is_pending
+
     def assign(self, slot: Slot) -> None:
         """Say where the full parameters will lie, once for ever; an aliased unit needs no slot."""
         if self._lease is not None:
@@ -141,6 +146,10 @@ class ShardUnit:
     def reduce(self, over: Over) -> None:
         """Issue the sum of the gradients over one axis: each axis once per step, "shard" first."""
         self._reduction.issue(self._begun(), over)
+
+    def wait_issued(self) -> None:
+        """Finish the sums that were issued, and let go of the memory they needed; more may come."""
+        self._reduction.finish()
 
     def wait_reduced(self) -> None:
         """Finish all reductions and set ``.grad`` of the public parameters to the summed rows."""

@@ -64,16 +64,18 @@ def train(
 
     def work(mesh: Mesh) -> None:
         spec, plan = model_and_plan(config)
+        found = find_latest(directory / "checkpoints") if resume else None
+        checkpoint = Checkpoint.open(found) if found else None
         flag = StopFlag()
         trainer = Trainer(
             config,
-            build_pipeline(config, spec, plan, mesh),
+            build_pipeline(config, spec, plan, mesh, checkpoint),
             RunDirectory(directory),
             flag=flag,
             display=Silent(),
         )
-        if resume:
-            trainer.restore(Checkpoint.open(find_latest(directory / "checkpoints")))
+        if checkpoint is not None:
+            trainer.restore(checkpoint)
         prepare(trainer, flag)
         trainer.run()
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,11 +12,20 @@ from torch import Tensor
 from terashard.checkpoint.load import Checkpoint, find_latest
 from terashard.config.schema import RunConfig
 from terashard.errors import CheckpointError, ConfigError
-from terashard.train.state import Progress, require_match
+from terashard.train import state, worker
+from terashard.train.samples import Samples
+from terashard.train.state import (
+    Progress,
+    require_match,
+    require_same_samples,
+    restore_random_state,
+    scalar_device,
+)
 from terashard.train.stop import StopFlag
 from terashard.train.trainer import Trainer
 from terashard.train.worker import model_and_plan
-from tests.train.runs import config_of, train
+from tests.data.folders import text_folder
+from tests.train.runs import TEXT, config_of, train
 
 LAYOUTS = [{"stages": 2}, {"shards": 2}, {"replicas": 2}, {"stages": 2, "shards": 2}]
 
@@ -115,3 +126,97 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     train(longer, tmp_path / "run", resume=True, prepare=draw)
     torch.set_rng_state(kept)
     assert torch.equal(drawn[2], expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("--batch.tokens", "8"), "batch.tokens says 16 there and 8 here"),
+        (("--data.held-out", "0.3"), "data.held_out"),
+        (("--data.shuffle", "false"), "data.shuffle says True there and False here"),
+        (("--run.seed", "1"), "run.seed says 0 there and 1 here"),
+    ],
+)
+def test_settings_that_give_a_samples_number_another_meaning_are_refused(
+    words: tuple[str, ...], key: str, saved: tuple[Checkpoint, RunConfig], tmp_path: Path
+) -> None:
+    """The cursor stayed, and the run trained on some tokens twice and on others never."""
+    checkpoint, _ = saved
+    with pytest.raises(ConfigError, match=rf"has trained on other samples: {key}.*begin a new run"):
+        require_same_samples(checkpoint, Samples.of(config_of(tmp_path, *words)))
+
+
+def test_other_text_is_refused_and_the_same_text_elsewhere_is_not(
+    saved: tuple[Checkpoint, RunConfig], tmp_path: Path
+) -> None:
+    checkpoint, _ = saved
+    for text, same in ((TEXT, True), (TEXT[::-1], False)):
+        folder = tmp_path / str(same)
+        folder.mkdir()
+        path = text_folder(folder, [text]).path
+        samples = Samples.of(config_of(tmp_path, "--data.train", str(path)))
+        if same:
+            require_same_samples(checkpoint, samples)
+        else:
+            with pytest.raises(ConfigError, match=r"other samples: data\.train says"):
+                require_same_samples(checkpoint, samples)
+
+
+def test_a_batch_of_other_sequences_goes_on_from_the_same_sample(
+    saved: tuple[Checkpoint, RunConfig], tmp_path: Path
+) -> None:
+    checkpoint, _ = saved
+    require_same_samples(checkpoint, Samples.of(config_of(tmp_path, "--batch.sequences", "2")))
+
+
+def test_a_resume_draws_no_initial_values(
+    saved: tuple[Checkpoint, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole model's were drawn, and overwritten by those of the checkpoint."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("initial values were drawn")
+
+    monkeypatch.setattr(worker.Initialiser, "__call__", refuse)
+    longer = config_of(tmp_path, "--train.steps", "2")
+    assert len(train(longer, tmp_path / "run", resume=True, stages=2)) == 2
+
+
+def test_random_numbers_of_a_gpu_go_on_too(
+    saved: tuple[Checkpoint, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the CPU's generator was kept: dropout on a GPU drew other numbers after a resume."""
+    device = torch.device("cuda", 3)
+    world = SimpleNamespace(size=1, gather_bytes=lambda mine: [mine])
+    mesh = cast(Any, SimpleNamespace(world=world, rank=0, device=device))
+    there = torch.arange(16, dtype=torch.uint8)
+    set_to: list[tuple[Tensor, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: there)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: set_to.append(given))
+    checkpoint, _ = saved
+    found = {"random": state._random_states(mesh)}
+    checkpoint._index = replace(checkpoint._index, extra=found)
+    restore_random_state(mesh, checkpoint)
+    ((value, where),) = set_to
+    assert torch.equal(value, there)
+    assert where == device
+    mesh.device = torch.device("cpu")
+    restore_random_state(mesh, checkpoint)
+    assert len(set_to) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "group", "home"),
+    [
+        ("step", {}, "cpu"),
+        ("step", {"fused": False, "capturable": None}, "cpu"),
+        ("step", {"fused": True}, "cuda"),
+        ("step", {"capturable": True}, "cuda"),
+        ("eta", {}, "cuda"),
+    ],
+)
+def test_steps_are_counted_where_torch_counts_them(
+    key: str, group: dict[str, Any], home: str
+) -> None:
+    """All numbers went to the GPU: a plain optimizer then waits for it at every parameter."""
+    assert scalar_device(key, group, torch.device("cuda")) == torch.device(home)

@@ -79,6 +79,16 @@ def test_the_held_out_loss_is_a_mean_over_tokens_however_they_are_batched(tmp_pa
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
 
 
+def test_the_held_out_loss_is_cross_entropy_whatever_is_trained_on(tmp_path: Path) -> None:
+    """It had label smoothing and z-loss in it, and was called nats per token all the same."""
+    words = ("--optimizer.lr", "0", "--train.steps", "1")
+    (plain,) = train(config_of(tmp_path, *words), tmp_path / "plain")
+    more = ("--loss.label-smoothing", "0.3", "--loss.z-loss", "0.1")
+    (mixed,) = train(config_of(tmp_path, *words, *more), tmp_path / "mixed")
+    assert mixed["held_out_loss"] == plain["held_out_loss"]
+    assert mixed["loss"] > plain["loss"] + 0.5
+
+
 def test_nothing_held_out_is_said_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

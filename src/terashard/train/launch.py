@@ -30,7 +30,7 @@ from terashard.train.directory import RunDirectory
 from terashard.train.failure import advice, explain, own_message
 from terashard.train.optimizer import check_optimizer
 from terashard.train.samples import Samples
-from terashard.train.state import Progress, require_match
+from terashard.train.state import Progress, require_match, require_same_samples
 from terashard.train.stop import StopFlag, hold_back_signals
 from terashard.train.trainer import require_work
 from terashard.train.worker import Place, leave, model_and_plan
@@ -106,8 +106,10 @@ def check_resume(config: RunConfig, directory: RunDirectory) -> Plan:
         step = Progress.of(checkpoint).step
     except CheckpointError as cause:
         raise ConfigError(f"{directory.path} cannot be resumed: {cause}") from cause
+    samples = Samples.of(config)
     require_match(checkpoint, spec, config)
-    require_work(step, Samples.of(config).steps(config))
+    require_same_samples(checkpoint, samples)
+    require_work(step, samples.steps(config))
     return plan
 
 

@@ -19,7 +19,10 @@ class StepRecord:
     step: int
     """Steps done, this one included: the first is 1."""
     loss: float
-    """Mean in nats per target token over all ranks, before the update."""
+    """What is made smaller: mean in nats per target token over all ranks, before the update.
+
+    It has label smoothing and z-loss in it, if the run has them; without, it is cross-entropy.
+    """
     gradient_norm: float
     """Over all parameters, before clipping."""
     lr: float
@@ -41,7 +44,10 @@ class StepRecord:
     skipped: bool = False
     """Whether the update was left out."""
     held_out_loss: float | None = None
-    """Of the evaluation that followed this step, if one did."""
+    """Cross-entropy in nats per held-out target token, of the evaluation after this step if any.
+
+    Never label smoothing or z-loss: it compares with other models and with tables of frequencies.
+    """
 
     def to_json(self) -> str:
         """One line; what JSON cannot hold (NaN, infinity) becomes a string."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from terashard.checkpoint.index import JSON
 from terashard.comm.mesh import Mesh
 from terashard.config.schema import RunConfig
 from terashard.data.batches import Batch, Cursor, SequenceSource, batch, held_out
@@ -45,6 +46,17 @@ class Samples:
             ),
             sequences=config.batch.sequences,
         )
+
+    def identity(self) -> dict[str, JSON]:
+        """What decides which tokens a sample's number stands for, by the keys that state it."""
+        source = self.training
+        return {
+            "data.train": source.folder.info.checksum,
+            "batch.tokens": source.length,
+            "data.held_out (or data.validation)": [source.first, source.stop],
+            "data.shuffle": source.shuffle,
+            "run.seed": source.seed if source.shuffle else 0,
+        }
 
     def steps(self, config: RunConfig) -> int:
         """Steps of the whole run, rounded up."""

@@ -1,12 +1,12 @@
 """Everything a run needs to go on, as pieces of a checkpoint, and back, in whatever layout.
 
 Tensors: ``model/NAME`` and ``optimizer/KEY/NAME`` by global parameter name; only the first replica
-writes, and of a weight that two stages share only the first stage. The rest (step, data cursor,
-tokens, random states, plan, configuration, versions) is the checkpoint's ``extra``.
+writes, and of a weight that two stages share only the first stage. The rest (step, data cursor and
+what it counts, tokens, random states, plan, configuration, versions) is the checkpoint's ``extra``.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +26,9 @@ from terashard.config.write import dump, versions
 from terashard.data.batches import Cursor
 from terashard.errors import CheckpointError, ConfigError
 from terashard.runtime.pipeline import Pipeline
+from terashard.shard.materialise import Fill
 from terashard.spec.model import ModelSpec
+from terashard.train.samples import Samples
 
 
 @dataclass(slots=True)
@@ -56,14 +58,16 @@ class Progress:
             ) from cause
 
 
-def extra(progress: Progress, config: RunConfig, pipeline: Pipeline) -> dict[str, JSON]:
+def extra(
+    progress: Progress, config: RunConfig, samples: Samples, pipeline: Pipeline
+) -> dict[str, JSON]:
     """What a checkpoint keeps besides tensors; every rank calls it."""
-    states = pipeline.mesh.world.gather_bytes(encode_torch_state(torch.get_rng_state()).encode())
     return {
         "cursor": progress.cursor.to_json(),
+        "samples": samples.identity(),
         "tokens": progress.tokens,
         "non_finite": progress.non_finite,
-        "random": [state.decode() for state in states],
+        "random": _random_states(pipeline.mesh),
         "plan": json.loads(json.dumps(asdict(pipeline.plan))),
         "config": dump(config),
         "versions": versions(),
@@ -108,14 +112,32 @@ def require_match(checkpoint: Checkpoint, spec: ModelSpec, config: RunConfig) ->
         )
 
 
-def restore_model(pipeline: Pipeline, checkpoint: Checkpoint) -> None:
-    """Write this rank's rows of every parameter."""
+def require_same_samples(checkpoint: Checkpoint, samples: Samples) -> None:
+    """Refuse data in which the cursor of ``checkpoint``, a number of samples, means others.
+
+    ``batch.sequences`` may change: the cursor counts samples, not batches.
+    """
+    before = checkpoint.extra.get("samples")
+    if not isinstance(before, Mapping):
+        return
+    for key, value in samples.identity().items():
+        if before.get(key, value) != value:
+            raise ConfigError(
+                f"{checkpoint.path} has trained on other samples: {key} says {before[key]} there"
+                f" and {value} here, so that the run would repeat and leave out tokens unseen;"
+                f" leave {key} as it was, or begin a new run"
+            )
+
+
+def fill_from(checkpoint: Checkpoint, spec: ModelSpec) -> Fill:
+    """Parameters as ``checkpoint`` has them, for a stage on meta; of tied weights it has one."""
 
     def fill(name: str, shape: torch.Size, rows: tuple[int, int]) -> Tensor:
-        stored = f"model/{pipeline.canonical(name)}"
-        return checkpoint.read_rows(stored, *rows, shape=tuple(shape))
+        tied = spec.tied and name == "head.output.weight"
+        stored = "embed.tokens.weight" if tied else name
+        return checkpoint.read_rows(f"model/{stored}", *rows, shape=tuple(shape))
 
-    pipeline.fill(fill)
+    return fill
 
 
 def restore_optimizer(
@@ -128,24 +150,51 @@ def restore_optimizer(
         if kind == "optimizer":
             key, _, name = rest.partition("/")
             stored.setdefault(name, []).append(key)
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in pipeline.named_parameters():
         canonical = pipeline.canonical(name)
-        for key in stored.get(canonical, ()):
+        for key in stored.get(canonical, ()) if parameter in groups else ():
             path = f"optimizer/{key}/{canonical}"
-            optimizer.state[parameter][key] = _read(pipeline.mesh, checkpoint, path, parameter)
+            scalars = scalar_device(key, groups[parameter], pipeline.mesh.device)
+            value = _read(pipeline.mesh, checkpoint, path, parameter)
+            optimizer.state[parameter][key] = value if value.dim() else value.to(scalars)
 
 
 def restore_random_state(mesh: Mesh, checkpoint: Checkpoint) -> None:
     """Let torch go on drawing random numbers where it was, if there are as many ranks as then."""
     states = checkpoint.extra.get("random")
-    if isinstance(states, list) and len(states) == mesh.world.size:
-        torch.set_rng_state(decode_torch_state(states[mesh.rank]))
+    if not isinstance(states, list) or len(states) != mesh.world.size:
+        return
+    mine = states[mesh.rank]
+    if not isinstance(mine, Mapping):
+        return
+    torch.set_rng_state(decode_torch_state(mine.get("cpu")))
+    if "cuda" in mine and mesh.device.type == "cuda":
+        torch.cuda.set_rng_state(decode_torch_state(mine["cuda"]), mesh.device)
+
+
+def scalar_device(key: str, group: Mapping[str, Any], device: torch.device) -> torch.device:
+    """Where a number of an optimizer's state lives.
+
+    As torch has it: a class whose kernels do not count steps themselves counts them on the CPU;
+    on a GPU, every parameter's step would then wait for the GPU.
+    """
+    counts = group.get("fused") or group.get("capturable")
+    return torch.device("cpu") if key == "step" and not counts else device
+
+
+def _random_states(mesh: Mesh) -> list[JSON]:
+    """Every rank's states of torch's generators: of the CPU, and of its GPU if it has one."""
+    mine = {"cpu": encode_torch_state(torch.get_rng_state())}
+    if mesh.device.type == "cuda":
+        mine["cuda"] = encode_torch_state(torch.cuda.get_rng_state(mesh.device))
+    return [json.loads(found) for found in mesh.world.gather_bytes(json.dumps(mine).encode())]
 
 
 def _read(mesh: Mesh, checkpoint: Checkpoint, path: str, parameter: nn.Parameter) -> Tensor:
     shape = checkpoint.shape(path)
     if not shape:
-        return checkpoint.read(path).to(mesh.device)
+        return checkpoint.read(path)
     value = torch.zeros_like(parameter, dtype=checkpoint.dtype(path), requires_grad=False)
     rows = row_range(shape[0], mesh.shards, mesh.coordinates.shard)
     local = value.to_local() if isinstance(value, DTensor) else value

@@ -17,6 +17,7 @@ from terashard.checkpoint.save import save
 from terashard.config.schema import RunConfig
 from terashard.errors import CommunicationError, ConfigError, RunError
 from terashard.files import replace_text
+from terashard.nn.loss import CrossEntropy
 from terashard.runtime.pipeline import Pipeline, StepResult
 from terashard.simulate.timeline import Timeline
 from terashard.train import state
@@ -52,6 +53,11 @@ class Trainer:
         self.progress = state.Progress()
         self.steps = self.samples.steps(config)
         self.stopping = False
+        self._cross_entropy = CrossEntropy(
+            chunk_tokens=config.loss.chunk_tokens,
+            ignore_index=config.loss.ignore_index,
+            soft_cap=config.loss.soft_cap,
+        )
         self._flag, self._display = flag, display
         self.callbacks = [load_callback(name) for name in config.train.callbacks]
         self._fault = ""
@@ -66,8 +72,7 @@ class Trainer:
         return self.pipeline.mesh.rank == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from ``checkpoint``, whatever layout it was saved in."""
-        state.restore_model(self.pipeline, checkpoint)
+        """Go on from ``checkpoint``, with whose parameters the pipeline was filled."""
         state.restore_optimizer(self.pipeline, self.optimizer, checkpoint)
         state.restore_random_state(self.pipeline.mesh, checkpoint)
         self.progress = state.Progress.of(checkpoint)
@@ -99,14 +104,14 @@ class Trainer:
         return self._conclude(time.monotonic() - began)
 
     def evaluate(self) -> float | None:
-        """Mean loss per target token of the held-out batches; None if nothing is held out."""
+        """Cross-entropy per target token of the held-out batches; None if nothing is held out."""
         total, count = 0.0, 0
         ignore = self.config.loss.ignore_index
         for index in range(self.config.train.evaluate_batches):
             drawn = self.samples.draw_held_out(index, self.rows, ignore)
             if drawn is None:
                 break
-            loss, tokens = self.pipeline.evaluate(*drawn)
+            loss, tokens = self.pipeline.evaluate(*drawn, loss=self._cross_entropy)
             total, count = total + loss * tokens, count + tokens
         return total / count if count else None
 
@@ -118,7 +123,7 @@ class Trainer:
             self.directory.checkpoints,
             self.progress.step,
             state.pieces(self.pipeline, self.optimizer),
-            state.extra(self.progress, self.config, self.pipeline),
+            state.extra(self.progress, self.config, self.samples, self.pipeline),
             group=self.pipeline.mesh.world,
             keep=self.config.checkpoint.keep,
         )

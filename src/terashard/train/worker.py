@@ -29,6 +29,7 @@ from terashard.shard.precision import Precision
 from terashard.spec.model import ModelSpec, describe
 from terashard.train.directory import RunDirectory
 from terashard.train.progress import display_for
+from terashard.train.state import fill_from
 from terashard.train.stop import StopFlag
 from terashard.train.trainer import Trainer
 
@@ -109,7 +110,7 @@ def train(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume:
     checkpoint = Checkpoint.open(find_latest(directory.checkpoints)) if resume else None
     trainer = Trainer(
         config,
-        build_pipeline(config, spec, plan, mesh),
+        build_pipeline(config, spec, plan, mesh, checkpoint),
         directory,
         flag=flag,
         display=display_for(mesh.rank, config.train.log_every),
@@ -137,8 +138,14 @@ def model_and_plan(config: RunConfig) -> tuple[ModelSpec, Plan]:
     return spec, plan_of(config, config.model.num_layers)
 
 
-def build_pipeline(config: RunConfig, spec: ModelSpec, plan: Plan, mesh: Mesh) -> Pipeline:
-    """This rank's stage of the model, with its initial values."""
+def build_pipeline(
+    config: RunConfig,
+    spec: ModelSpec,
+    plan: Plan,
+    mesh: Mesh,
+    checkpoint: Checkpoint | None = None,
+) -> Pipeline:
+    """This rank's stage of the model, with its initial values or those of ``checkpoint``."""
     precision, last = PRECISIONS[config.train.precision], plan.stages - 1
 
     def stage(index: int) -> StageModule:
@@ -158,7 +165,9 @@ def build_pipeline(config: RunConfig, spec: ModelSpec, plan: Plan, mesh: Mesh) -
         mesh,
         loss=_loss(config),
         precision=precision,
-        fill=Initialiser(spec, config.run.seed),
+        fill=Initialiser(spec, config.run.seed)
+        if checkpoint is None
+        else fill_from(checkpoint, spec),
     )
 
 

@@ -99,6 +99,16 @@ def test_an_integer_parameter_is_refused() -> None:
         cut(("a", module))
 
 
+def test_a_persistent_buffer_is_refused_by_name() -> None:
+    """Regression: it is in no checkpoint, so a resumed run silently began with another value."""
+    with pytest.raises(RunError, match=r"a\.1\.running_mean is a persistent buffer, which no"):
+        cut(("a", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    module = nn.Module()
+    module.register_buffer("mask", torch.ones(2), persistent=False)
+    module.register_buffer("nothing", None)
+    cut(("a", module))
+
+
 def test_a_unit_without_parameters_goes_through_all_verbs() -> None:
     (unit,) = cut(("empty", nn.Identity()))
     unit.gather()

@@ -26,7 +26,7 @@ class First(nn.Module):
         self.linear = nn.Linear(WIDTH, 7)
         self.gain = nn.Parameter(torch.ones(()))
         self.unused = nn.Parameter(torch.ones(3))
-        self.register_buffer("offset", torch.full((7,), 0.25))
+        self.register_buffer("offset", torch.full((7,), 0.25), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x)) * self.gain + self.offset.to(x.dtype)

@@ -28,11 +28,13 @@ def make_units(
     """Cut the parameters of every (name, module), in place, and return one unit for each.
 
     Modules with values must hold the same ones on all ranks; modules on meta are cut unwritten, to
-    be filled by ``materialise``. Global names are ``f"{unit}.{name inside the unit}"``. ``ties``
+    be filled by ``materialise``. Buffers are not cut, not in ``state_dict`` and not saved, so only
+    non-persistent ones are allowed. Global names are ``f"{unit}.{name inside the unit}"``. ``ties``
     maps such a name to the name of the parameter, in another stage, that always equals it.
     ``slots`` says which slot of the pool a unit uses; by default each has its own. Whether a
     parameter trains is settled here, by its ``requires_grad``.
     """
+    _refuse_persistent_buffers(units)
     claims = _claim(units, mesh)
     _tie(claims, ties)
     pool = BufferPool(mesh.device, precision.compute)
@@ -97,6 +99,17 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             f"parameter {name} is {parameter.dtype}; only floating-point parameters can be cut:"
             " make it a buffer"
         )
+
+
+def _refuse_persistent_buffers(units: Sequence[tuple[str, nn.Module]]) -> None:
+    for unit, module in units:
+        for prefix, child in module.named_modules(prefix=unit):
+            for name, buffer in child._buffers.items():
+                if buffer is not None and name not in child._non_persistent_buffers_set:
+                    raise RunError(
+                        f"{prefix}.{name} is a persistent buffer, which no checkpoint would keep;"
+                        " register it with persistent=False, or make it a parameter"
+                    )
 
 
 def _tie(claims: _Claims, ties: Mapping[str, str]) -> None:

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from terashard.comm.mesh import Mesh
-from terashard.plan.plan import Plan
+from terashard.plan.plan import Plan, stage_units
 from terashard.runtime.pipeline import Pipeline
+from terashard.runtime.table import StageCard, StageTable
 from terashard.schedule.actions import MicroBatch
 from terashard.shard.precision import Precision
 from tests.helpers.layouts import FLOAT64, Setting
@@ -60,6 +61,19 @@ def test_two_units_of_one_name_are_refused() -> None:
     same = [("unit", Plain()), ("unit", Plain())]
     sentence = said(lambda mesh: build(mesh, lambda i: UserStage(same)))
     assert sentence.startswith("two units of a stage are called unit;")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_decoders_units_are_those_that_the_plan_foretells(
+    tied: bool, stages: int, replicas: int
+) -> None:
+    """Regression: which sums a unit goes through was written twice."""
+    setting = Setting(tied=tied, stages=stages, replicas=replicas)
+    build_one = decoder_stages(setting.spec, setting.plan)
+    table = StageTable([StageCard.of(build_one(index)) for index in range(stages)])
+    assert table.units(setting.plan) == stage_units(setting.spec, setting.plan)
 
 
 class _Stage(UserStage):

@@ -13,7 +13,7 @@ from typing import Any
 from terashard.config.schema import BatchConfig, ParallelConfig, RunConfig
 from terashard.errors import PlanError
 from terashard.files import replace_text
-from terashard.schedule.actions import Grid, MicroBatch, Over
+from terashard.schedule.actions import OVERS, Grid, MicroBatch, Over
 from terashard.schedule.check import check
 from terashard.schedule.lower import (
     fuse_pairs,
@@ -126,6 +126,13 @@ class Plan:
         """The checked list of actions that computes the loss and nothing else."""
         return _lowered(forward_only(self.grid), units, paired)
 
+    def reductions(self, *, trains: bool, tied: bool) -> tuple[Over, ...]:
+        """The sums of the gradient of a unit; ``tied``: another stage has one of its weights."""
+        if not trains:
+            return ()
+        wanted: dict[Over, bool] = {"shard": True, "replica": self.replicas > 1, "tie": tied}
+        return tuple(over for over in OVERS if wanted[over])
+
     def save(self, path: Path) -> None:
         """Write the plan as JSON."""
         found = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -192,8 +199,8 @@ def stage_units(spec: ModelSpec, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
             f" but the model has {spec.num_layers}; make the plan for this model"
         )
     names = spec.unit_names()
-    sums: tuple[Over, ...] = ("shard", "replica") if plan.replicas > 1 else ("shard",)
-    ties: tuple[Over, ...] = (*sums, "tie") if spec.tied and plan.stages > 1 else sums
+    sums = plan.reductions(trains=True, tied=False)
+    ties = plan.reductions(trains=True, tied=spec.tied and plan.stages > 1)
     stages = [[Unit(f"layers.{i}", sums) for i in range(*layers)] for layers in plan.layers]
     stages[0].insert(0, Unit(names[0], ties))
     stages[-1].append(Unit(names[-1], ties, head=True))

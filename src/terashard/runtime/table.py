@@ -14,7 +14,6 @@ from terashard.comm.mesh import Mesh
 from terashard.errors import PlanError
 from terashard.nn.protocols import StageModule
 from terashard.plan.plan import Plan
-from terashard.schedule.actions import Over
 from terashard.schedule.schedule import Unit
 from terashard.shard.precision import Precision
 
@@ -68,12 +67,10 @@ class StageTable:
 
     def _units(self, index: int, plan: Plan) -> Iterator[Unit]:
         stage, ties = self.stages[index], self.ties(index)
-        sums: tuple[Over, ...] = ("shard", "replica") if plan.replicas > 1 else ("shard",)
         last = len(stage.units) - 1
         for place, (name, parameters) in enumerate(stage.units.items()):
             trained = {p for p, (_, trains) in parameters.items() if trains}
-            tied: tuple[Over, ...] = ("tie",) if trained & ties.keys() else ()
-            reductions = (*sums, *tied) if trained else ()
+            reductions = plan.reductions(trains=bool(trained), tied=bool(trained & ties.keys()))
             yield Unit(name, reductions, head=stage.has_head and place == last)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from terashard.errors import PlanError
 from terashard.nn.build import build_stage
-from terashard.nn.protocols import SliceUnit, StageModule
+from terashard.nn.protocols import StageModule
 from terashard.spec.model import ModelSpec
 from tests.nn.witness import GPT2, LLAMA
 
@@ -68,7 +68,6 @@ def test_stages_and_units_implement_the_protocols() -> None:
     assert isinstance(stage, StageModule)
     assert stage.has_head()
     assert stage.width == LLAMA.hidden_size
-    assert all(isinstance(unit, SliceUnit) for name, unit in stage.units() if name != "head")
     assert not build_stage(LLAMA, range(1), first=True, last=False).has_head()
 
 

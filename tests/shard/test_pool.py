@@ -147,10 +147,3 @@ def test_a_slot_in_use_cannot_grow() -> None:
     slot.reserve(5)
     with pytest.raises(RunError, match="slot 3 is in use with 8 elements, not 9"):
         slot.reserve(9)
-
-
-def test_a_pool_knows_its_bytes_before_it_allocates() -> None:
-    pool = BufferPool(torch.device("cpu"), torch.bfloat16)
-    for number, numel in ((0, 64), (0, 32), (1, 16)):
-        pool.slot(number).reserve(numel)
-    assert pool.bytes_reserved() == 2 * (64 + 16)

@@ -6,9 +6,14 @@ A *stage* is a run of *units*. A unit is a module that is called once per token 
                                     y [B, n, C]
 
 where ``carry`` holds what earlier slices of the same sequences left for this one, and ``where``
-says which tokens these are. Units are also what sharding gathers and releases together. The last
-stage may end with a *head*: a unit called as ``head(x)`` together with the loss, inside the forward
-cell, so that no logits outlive it.
+says which tokens these are. A unit in which slices meet makes its carries itself, one for every
+micro-batch of B sequences::
+
+    carry = unit.new_carry(B, N, device=device, dtype=dtype)
+
+In a unit without that method, or where it returns None, slices do not meet. Units are also what
+sharding gathers and releases together. The last stage may end with a *head*: a unit called as
+``head(x)`` together with the loss, inside the forward cell, so that no logits outlive it.
 
 Shapes: B sequences, n tokens of this slice, N tokens of the whole sequence, C channels.
 """
@@ -17,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 
@@ -49,22 +53,6 @@ class Carry(Protocol):
 
     def forget(self, index: int) -> None:
         """Slice ``index`` has run backward: whatever was kept for it alone may go."""
-
-
-@runtime_checkable
-class SliceUnit(Protocol):
-    """A module of a stage that can be called slice by slice."""
-
-    def __call__(self, x: Tensor, carry: Carry | None, where: TokenSlice) -> Tensor:
-        """Run one slice."""
-
-    def new_carry(
-        self, batch: int, length: int, *, device: torch.device, dtype: torch.dtype
-    ) -> Carry | None:
-        """A fresh carry for ``batch`` sequences of ``length`` tokens.
-
-        None, or no such method, if slices do not meet in this unit.
-        """
 
 
 @runtime_checkable

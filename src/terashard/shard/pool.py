@@ -92,10 +92,6 @@ class BufferPool:
             self._slots[number] = Slot(label=f"slot {number}", device=self.device, dtype=self.dtype)
         return self._slots[number]
 
-    def bytes_reserved(self) -> int:
-        """Bytes of all slots once every one of them is in use."""
-        return sum(slot.numel for slot in self._slots.values()) * self.dtype.itemsize
-
 
 class Lease:
     """One unit's use of one slot, seen by autograd through a version counter of its own."""

@@ -38,7 +38,8 @@ def unit_lists(draw: st.DrawFn, grid: Grid) -> tuple[tuple[Unit, ...], ...]:
     ends = (*sums, "tie") if tied else sums
     stages[0][0] = Unit("embed", ends)
     if tied or draw(st.booleans()):
-        stages[-1].append(Unit("head", ends, head=draw(st.booleans())))
+        borrows = ("embed",) if grid.num_stages == 1 and draw(st.booleans()) else ()
+        stages[-1].append(Unit("head", ends, head=draw(st.booleans()), borrows=borrows))
     return tuple(map(tuple, stages))
 
 

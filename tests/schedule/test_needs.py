@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +18,12 @@ from terashard.schedule.actions import (
     Release,
     Send,
     UnitKey,
+    decode,
 )
 from terashard.schedule.check import expected
 from terashard.schedule.compile import Program, compile_schedule
 from terashard.schedule.lower import insert_transfers
-from terashard.schedule.needs import needs, reduction_before, units_fed, units_used
+from terashard.schedule.needs import needs, reduction_before, transfers, units_fed, units_used
 from terashard.schedule.schedule import Schedule, Unit
 from tests.helpers.schedules import (
     SAME_EVERY_TIME,
@@ -90,8 +92,9 @@ def of_table(pairs: list[tuple[Action, Action]]) -> list[tuple[Action, Action]]:
 
 
 def agree(schedule: Schedule) -> None:
-    wanted = [(a, need) for a in expected(schedule) for need in mathematics(schedule, a)]
-    for action in expected(schedule):
+    actions = [decode(tuple(row)) for row in expected(schedule).tolist()]
+    wanted = [(a, need) for a in actions for need in mathematics(schedule, a)]
+    for action in actions:
         assert set(needs(schedule, action)) == set(mathematics(schedule, action))
     program = compile_schedule(schedule)
     assert program.missing == ()
@@ -157,13 +160,60 @@ def test_a_head_is_used_and_fed_by_forward_cells_only():
     cell, cuts = Cell(0, 0, 0), {Cell(0, 0, 0): (1,)}
     schedule = Schedule.of(Grid.uniform(1, 1, 2), [[]], units=units, cuts=cuts)
     whole = Cell(0, 0, 1)
-    assert units_used(schedule, Forward(whole)) == range(0, 3)
-    assert units_used(schedule, Backward(whole)) == range(0, 2)
-    assert units_fed(schedule, Forward(whole)) == range(2, 3)
-    assert units_fed(schedule, Backward(whole)) == range(0, 2)
-    assert units_used(schedule, Forward(cell, 0)) == range(0, 1)
-    assert units_used(schedule, Forward(cell, 1)) == range(1, 3)
-    assert units_used(schedule, Backward(cell, 1)) == range(1, 2)
+    assert units_used(schedule, Forward(whole)) == (0, 1, 2)
+    assert units_used(schedule, Backward(whole)) == (0, 1)
+    assert units_fed(schedule, Forward(whole)) == (2,)
+    assert units_fed(schedule, Backward(whole)) == (0, 1)
+    assert units_used(schedule, Forward(cell, 0)) == (0,)
+    assert units_used(schedule, Forward(cell, 1)) == (1, 2)
+    assert units_used(schedule, Backward(cell, 1)) == (1,)
+
+
+def test_a_head_uses_and_feeds_the_unit_that_it_borrows_from():
+    # A tied embedding on one stage: its gradient is final only after the head's last forward.
+    units = ((Unit("embed"), Unit("layer"), Unit("head", head=True, borrows=("embed",))),)
+    cell, cuts = Cell(0, 0, 0), {Cell(0, 0, 0): (1,)}
+    schedule = Schedule.of(Grid.uniform(1, 1, 2), [[]], units=units, cuts=cuts)
+    assert units_used(schedule, Forward(cell, 1)) == (0, 1, 2)
+    assert units_fed(schedule, Forward(cell, 1)) == units_fed(schedule, Forward(Cell(0, 0, 1)))
+    assert units_fed(schedule, Forward(cell, 1)) == (0, 2)
+    assert units_used(schedule, Backward(cell, 1)) == units_fed(schedule, Backward(cell, 1)) == (1,)
+    evaluation = Schedule.of(Grid.uniform(1, 1, 2), [[]], units=units, training=False)
+    assert units_used(evaluation, Forward(cell)) == (0, 1, 2)
+    assert units_fed(evaluation, Forward(cell)) == ()
+
+
+def test_a_body_unit_that_borrows_does_so_in_both_directions():
+    units = ((Unit("a"), Unit("b"), Unit("c", borrows=("a",))),)
+    cell, cuts = Cell(0, 0, 0), {Cell(0, 0, 0): (1, 2)}
+    schedule = Schedule.of(Grid.uniform(1, 1, 1), [[]], units=units, cuts=cuts)
+    assert units_fed(schedule, Forward(cell, 2)) == ()
+    for action in (Forward(cell, 2), Backward(cell, 2)):
+        assert units_used(schedule, action) == (0, 2)
+    assert units_fed(schedule, Backward(cell, 2)) == (0, 2)
+
+
+@SAME_EVERY_TIME
+@given(virtual_grids())
+def test_every_message_is_listed_with_both_its_sides_and_its_maker(grid):
+    """By the table, and by ``Send.receive`` and ``Receive.send``: the same partners."""
+    schedule = stage_after_stage(grid)
+    columns = np.concatenate(schedule.programs)
+    found = transfers(schedule, columns)
+    actions = [decode(tuple(row)) for row in columns.tolist()]
+    rows = (found.receives.tolist(), found.sends.tolist(), found.makers.tolist())
+    wanted = {
+        (position, need)
+        for position, action in enumerate(actions)
+        for need in mathematics(schedule, action)
+        if isinstance(need, Receive)
+    }
+    assert {(w, decode(tuple(r))) for w, r in zip(found.wanted.tolist(), rows[0], strict=True)} == (
+        wanted
+    )
+    for receive, send, maker in zip(*(map(decode, map(tuple, r)) for r in rows), strict=True):
+        assert (receive.send(), send.receive()) == (send, receive)
+        assert [maker] == list(mathematics(schedule, send))
 
 
 def test_shards_are_summed_before_replicas_and_replicas_before_ties():

@@ -19,7 +19,7 @@ when a ``Schedule`` is made.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -28,7 +28,6 @@ from terashard.errors import ScheduleError
 from terashard.schedule.actions import (
     Action,
     Backward,
-    Cell,
     Forward,
     Gather,
     Receive,
@@ -36,17 +35,18 @@ from terashard.schedule.actions import (
     Release,
     Send,
     UnitKey,
+    Way,
     decode,
     encode,
 )
 from terashard.schedule.compile import Index, Program, compile_schedule
+from terashard.schedule.needs import transfers
 from terashard.schedule.progress import Sends, check_ends
-from terashard.schedule.residency import check_residency
-from terashard.schedule.schedule import Schedule
+from terashard.schedule.schedule import Columns, Schedule
 
 Programs: TypeAlias = Sequence[Sequence[Action]]
-Channel: TypeAlias = tuple[int, int, bool]
-"""Sending rank, receiving rank, and whether activations (or gradients) travel."""
+Channel: TypeAlias = tuple[int, int, Way]
+"""Sending rank, receiving rank, and whether activations or gradients travel."""
 
 
 def check(schedule: Schedule, *, sends: Sends = "buffered") -> Program:
@@ -58,35 +58,34 @@ def check(schedule: Schedule, *, sends: Sends = "buffered") -> Program:
     program = compile_schedule(schedule)
     assert not program.missing, "a complete schedule meets every need of the table"
     _check_order(program)
-    for rank, actions in enumerate(programs):
-        check_residency(schedule, rank, actions)
     _check_pairs(schedule, programs)
     _check_channels(schedule, programs)
     check_ends(program, sends)
     return program
 
 
-def expected(schedule: Schedule) -> Iterator[Action]:
-    """Every action that must be there once: cells, the transfers between them, reductions."""
-    grid = schedule.grid
-    for stage in range(grid.num_stages):
-        for cell in grid.cells(stage):
-            yield from _cell_actions(schedule, cell)
-    for stage, units in enumerate(schedule.units if schedule.training else ()):
-        for index, unit in enumerate(units):
-            yield from (Reduce(UnitKey(stage, index), over) for over in unit.reductions)
+def expected(schedule: Schedule) -> Columns:
+    """What must be there once, as rows: cells, the transfers between them, reductions."""
+    grid, kinds = schedule.grid, (Forward, Backward) if schedule.training else (Forward,)
+    cells = _rows(
+        kind(cell, segment)
+        for stage in range(grid.num_stages)
+        for cell in grid.cells(stage)
+        for segment in range(schedule.segments(cell))
+        for kind in kinds
+    )
+    sums = _rows(
+        Reduce(UnitKey(stage, index), over)
+        for stage, units in enumerate(schedule.units if schedule.training else ())
+        for index, unit in enumerate(units)
+        for over in unit.reductions
+    )
+    messages = transfers(schedule, cells)
+    return np.concatenate([cells, messages.receives, messages.sends, sums])
 
 
-def _cell_actions(schedule: Schedule, cell: Cell) -> Iterator[Action]:
-    grid, segments = schedule.grid, range(schedule.segments(cell))
-    yield from (Forward(cell, k) for k in segments)
-    if schedule.training:
-        yield from (Backward(cell, k) for k in segments)
-    after = Cell(cell.stage + 1, cell.micro, cell.slice)
-    if after in grid and grid.rank_of(after.stage) != grid.rank_of(cell.stage):
-        yield from (Send(cell, after.stage), Receive(after, cell.stage))
-        if schedule.training:
-            yield from (Send(after, cell.stage), Receive(cell, after.stage))
+def _rows(actions: Iterable[Action]) -> Columns:
+    return np.array([encode(action) for action in actions], np.int64).reshape(-1, 6)
 
 
 def _check_places(schedule: Schedule, programs: Programs) -> None:
@@ -123,8 +122,7 @@ def _check_ties(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule, programs: Programs) -> None:
     work = [a for actions in programs for a in actions if not isinstance(a, Gather | Release)]
-    wanted = np.array([encode(a) for a in expected(schedule)], np.int64).reshape(-1, 6)
-    present = np.array([encode(a) for a in work], np.int64).reshape(-1, 6)
+    wanted, present = expected(schedule), _rows(work)
     index = Index(np.concatenate([wanted, present]))
     have, want = index.keys(present), index.keys(wanted)
     for extra in np.flatnonzero(~np.isin(have, want))[:1]:
@@ -176,16 +174,16 @@ def _check_channels(schedule: Schedule, programs: Programs) -> None:
     for rank, actions in enumerate(programs):
         for action in actions:
             match action:
-                case Send(cell, to):
-                    sent.setdefault((rank, rank_of(to), to > cell.stage), []).append(action)
-                case Receive(cell, source):
-                    channel = (rank_of(source), rank, source < cell.stage)
+                case Send():
+                    sent.setdefault((rank, rank_of(action.to), action.way), []).append(action)
+                case Receive():
+                    channel = (rank_of(action.source), rank, action.way)
                     asked.setdefault(channel, []).append(action)
                 case _:
                     pass
     for channel, sends in sent.items():
         for send, receive in zip(sends, asked[channel], strict=True):
-            if receive != Receive(Cell(send.to, send.cell.micro, send.cell.slice), send.cell.stage):
+            if receive != send.receive():
                 raise ScheduleError(
                     f"rank {channel[0]} sends {send} when rank {channel[1]} asks for {receive}:"
                     " both ranks must name the cells of a channel in the same order"

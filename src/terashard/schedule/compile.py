@@ -2,37 +2,20 @@
 
 The actions of all ranks lie one after the other. Every need between them is an edge: ``action[e]``
 needs ``need[e]``, both positions in the arrays. Needs of the table come from ``needs.needed`` on
-whole columns. A compute action needs the last ``Gather`` of every unit that it reads, a ``Release``
-all readers since then, a ``Reduce`` the sum before it or, if it is the first, all feeders.
+whole columns, needs of parameters from the walk of ``residency.py``.
 
 Shapes: A actions, E needs.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
-from terashard.schedule.actions import (
-    GATHER,
-    KIND,
-    OVERS,
-    PART,
-    PEER,
-    REDUCE,
-    RELEASE,
-    SEND,
-    STAGE,
-    Action,
-    Row,
-    decode,
-)
-from terashard.schedule.needs import needed, reduction_before, units_fed, units_used
+from terashard.schedule.actions import KIND, PART, SEND, Action, Row
+from terashard.schedule.needs import needed
+from terashard.schedule.residency import residency
 from terashard.schedule.schedule import Columns, Schedule
-
-Pair: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +24,8 @@ class Program:
 
     columns: Columns
     """[A, 6] rows of all ranks, rank after rank."""
+    actions: tuple[Action, ...]
+    """The same actions as values."""
     rank: Columns
     """[A] rank of every action."""
     offsets: Columns
@@ -57,7 +42,7 @@ class Program:
 
     def at(self, position: int) -> Action:
         """The action at ``position``."""
-        return decode(tuple(self.columns[position].tolist()))
+        return self.actions[position]
 
     def place(self, position: int) -> str:
         """Where ``position`` is, as a reader would say it."""
@@ -66,16 +51,16 @@ class Program:
 
 
 def compile_schedule(schedule: Schedule) -> Program:
-    """``schedule`` as arrays, its needs filled in from ``needs.py``."""
+    """``schedule`` as arrays; ``ScheduleError`` if parameters are not there when they are read."""
     sizes = [len(program) for program in schedule.programs]
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    columns = np.concatenate(schedule.programs) if sum(sizes) else np.zeros((0, 6), np.int64)
+    columns = np.concatenate(schedule.programs)
     rank = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
-    index = Index(columns)
-    action, need, missing = _table_edges(schedule, columns, index)
-    unit_edges = np.array(list(_unit_edges(schedule, columns, rank)), np.int64).reshape(-1, 2)
+    action, need, missing = _table_edges(schedule, columns, Index(columns))
+    unit_edges = _unit_edges(schedule, offsets)
     return Program(
         columns,
+        tuple(chain.from_iterable(schedule)),
         rank,
         offsets,
         np.concatenate([action, unit_edges[:, 0]]),
@@ -127,54 +112,10 @@ def _table_edges(
     return np.concatenate(actions), np.concatenate(needs), tuple(missing)
 
 
-def _unit_edges(schedule: Schedule, columns: Columns, rank: Columns) -> Iterator[Pair]:
-    """Edges of gathers, releases and reductions, in one walk over the program of each rank."""
-    if not schedule.units:
-        return
-    for each in range(schedule.grid.ranks):
-        yield from _Walk(schedule, columns, np.flatnonzero(rank == each)).edges()
-
-
-class _Walk:
-    """One rank's program, first action to last, and who gathered, used and fed each unit so far."""
-
-    def __init__(self, schedule: Schedule, columns: Columns, positions: NDArray[np.int64]) -> None:
-        self.schedule, self.columns, self.positions = schedule, columns, positions
-        self.gathered: dict[Pair, int] = {}
-        self.used: dict[Pair, list[int]] = {}
-        self.fed: dict[Pair, list[int]] = {}
-        self.reduced: dict[tuple[Pair, int], int] = {}
-
-    def edges(self) -> Iterator[Pair]:
-        """(action, needed action) pairs."""
-        for position in self.positions.tolist():
-            kind = int(self.columns[position, KIND])
-            unit = (int(self.columns[position, STAGE]), int(self.columns[position, PART]))
-            if kind == GATHER:
-                self.gathered[unit] = position
-            elif kind == RELEASE:
-                yield from ((position, user) for user in self.used.pop(unit, ()))
-            elif kind == REDUCE:
-                yield from self._reduce(position, unit)
-            else:
-                yield from self._compute(position)
-
-    def _reduce(self, position: int, unit: Pair) -> Iterator[Pair]:
-        over = int(self.columns[position, PEER])
-        reductions = self.schedule.units[unit[0]][unit[1]].reductions
-        before = reduction_before(OVERS[over], reductions) if OVERS[over] in reductions else None
-        if before is None:
-            yield from ((position, feeder) for feeder in self.fed.get(unit, ()))
-        elif (done := self.reduced.get((unit, OVERS.index(before)))) is not None:
-            yield position, done
-        self.reduced[unit, over] = position
-
-    def _compute(self, position: int) -> Iterator[Pair]:
-        action = decode(tuple(self.columns[position].tolist()))
-        stage = int(self.columns[position, STAGE])
-        for index in units_used(self.schedule, action):
-            self.used.setdefault((stage, index), []).append(position)
-            if (gather := self.gathered.get((stage, index))) is not None:
-                yield position, gather
-        for index in units_fed(self.schedule, action):
-            self.fed.setdefault((stage, index), []).append(position)
+def _unit_edges(schedule: Schedule, offsets: Columns) -> Columns:
+    """[E, 2] edges of gathers, releases and reductions, from the walk over each rank's program."""
+    edges = (
+        np.array(list(residency(schedule, rank)), np.int64).reshape(-1, 2) + first
+        for rank, first in enumerate(offsets[:-1].tolist())
+    )
+    return np.concatenate(list(edges))

@@ -13,7 +13,7 @@ do is another matter; this shows the order.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING, TypeAlias
@@ -111,22 +111,18 @@ def draw(schedule: Schedule, scale: Scale | None = None) -> Picture:
 
 
 def _lanes(schedule: Schedule, program: Program, scale: Scale) -> tuple[tuple[Box, ...], ...]:
-    actions = [program.at(position) for position in range(len(program))]
-    duration = [_duration(schedule, action, scale) for action in actions]
+    duration = [_duration(schedule, action, scale) for action in program.actions]
     lanes: list[list[Box]] = [[] for _ in range(schedule.grid.ranks)]
     for position, end in enumerate(_ends(program, duration)):
-        action, lane = actions[position], lanes[int(program.rank[position])]
+        action, lane = program.at(position), lanes[int(program.rank[position])]
         if not isinstance(action, Forward | Backward):
             continue
         start, forward = end - duration[position], isinstance(action, Forward)
+        box = Box(action.cell, forward, start, end)
         # Segments of one cell that follow each other are one box.
-        if lane and (lane[-1].cell, lane[-1].forward, lane[-1].end) == (
-            action.cell,
-            forward,
-            start,
-        ):
-            start = lane.pop().start
-        lane.append(Box(action.cell, forward, start, end))
+        if lane and lane[-1].continues_in(box):
+            box = replace(box, start=lane.pop().start)
+        lane.append(box)
     return tuple(map(tuple, lanes))
 
 

@@ -2,11 +2,15 @@
 
 ``insert_transfers`` puts a receive before what needs it and a send behind what makes it,
 ``split_at_units`` cuts cells into segments, ``insert_sharding`` puts in gathers, releases and
-reductions, ``fuse_pairs`` marks sends that blocking neighbours must issue together with a receive.
+reductions, ``fuse_pairs`` marks sends that neighbours whose sends block must issue together with a
+receive.
 Each takes a schedule and returns a new one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from terashard.errors import ScheduleError
 from terashard.schedule.actions import (
@@ -21,34 +25,24 @@ from terashard.schedule.actions import (
     Send,
     UnitKey,
 )
-from terashard.schedule.needs import needs, units_fed, units_used
+from terashard.schedule.compile import Index
+from terashard.schedule.needs import transfers, units_fed, units_used
 from terashard.schedule.schedule import Schedule, Unit
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
     """A ``Receive`` right before the cell that needs it, a ``Send`` right behind what makes it."""
-
-    def lowered(program: Iterable[Action]) -> Iterator[Action]:
-        for action in program:
-            yield from (need for need in needs(schedule, action) if isinstance(need, Receive))
-            yield action
-            yield from _sends(schedule, action)
-
-    return schedule.with_actions([list(lowered(program)) for program in schedule])
-
-
-def _sends(schedule: Schedule, action: Action) -> Iterator[Send]:
-    """The send of what ``action`` completes, if the stage that wants it is on another rank."""
-    grid = schedule.grid
-    match action:
-        case Forward(cell, segment) if segment == schedule.segments(cell) - 1:
-            to = cell.stage + 1
-        case Backward(cell, 0):
-            to = cell.stage - 1
-        case _:
-            return
-    if 0 <= to < grid.num_stages and grid.rank_of(to) != grid.rank_of(cell.stage):
-        yield Send(cell, to)
+    columns = np.concatenate(schedule.programs)
+    found = transfers(schedule, columns)
+    made = Index(columns).find(found.makers)
+    there = made >= 0
+    # The place of every action is a multiple of 3; what stands before or behind it is one off.
+    place = [3 * found.wanted - 1, 3 * np.arange(len(columns)), 3 * made[there] + 1]
+    rows = np.concatenate([found.receives, columns, found.sends[there]])
+    order = np.argsort(np.concatenate(place))
+    ends = 3 * np.cumsum([len(program) for program in schedule.programs]) - 1
+    cuts = np.searchsorted(np.concatenate(place)[order], ends)
+    return replace(schedule, programs=tuple(np.split(rows[order], cuts[:-1])))
 
 
 def split_at_units(schedule: Schedule, cuts: Mapping[Cell, tuple[int, ...]]) -> Schedule:
@@ -129,7 +123,11 @@ def _last(schedule: Schedule, program: Sequence[Action], *, fed: bool) -> dict[U
 
 
 def fuse_pairs(schedule: Schedule) -> Schedule:
-    """Mark every send that a receive from the same rank follows: both are then issued together."""
+    """Mark every send that a receive from the same rank follows, for transports whose sends block.
+
+    Such a transport must issue both together. The transports of today buffer sends, and the worker
+    issues every send without waiting: it performs a paired send as any other.
+    """
     rank_of = schedule.grid.rank_of
 
     def fused(program: Sequence[Action]) -> Iterator[Action]:

@@ -4,7 +4,7 @@ Two kinds of need:
 
 - *Between actions that happen once*: the table ``ROWS``. A row says "an action of this kind, when
   this holds, needs that action". It is written on whole columns, so that one action and a whole
-  program are read by the same code.
+  program are read by the same code. ``transfers`` reads off which messages there must be.
 - *Of parameters*, which may be gathered again and again: ``units_used`` says which units an action
   reads (they must be full then), ``units_fed`` to whose gradients it adds (their ``Reduce`` must
   come later), ``reduction_before`` which sum precedes which.
@@ -18,7 +18,7 @@ its backward. With K segments and T slices::
     B(s,m,t,k) needs B(s,m,t,k+1)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -45,7 +45,7 @@ from terashard.schedule.actions import (
     decode,
     encode,
 )
-from terashard.schedule.schedule import Columns, Schedule
+from terashard.schedule.schedule import Columns, Schedule, Unit
 
 Segment: TypeAlias = Literal["first", "last", "previous", "next"]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -55,7 +55,7 @@ class Facts:
     """What the table asks about actions; every attribute is one array over the actions."""
 
     def __init__(self, schedule: Schedule, columns: Columns) -> None:
-        self.shape = _shape(schedule)
+        self.shape = schedule.shape
         self.kind, self.stage, self.micro = columns[:, KIND], columns[:, STAGE], columns[:, MICRO]
         self.slice, self.part, self.peer = columns[:, SLICE], columns[:, PART], columns[:, PEER]
 
@@ -149,59 +149,71 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     return tuple(decode(tuple(t[0].tolist())) for _, t in needed(schedule, one))
 
 
-def units_used(schedule: Schedule, action: Action) -> range:
-    """Indices of the units of its stage that must be full while ``action`` runs."""
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Every message between ranks that compute actions need; entry k of each is of message k."""
+
+    wanted: Columns
+    """[M] position of the action that needs the message."""
+    receives: Columns
+    """[M, 6] the receive."""
+    sends: Columns
+    """[M, 6] the send on the other rank."""
+    makers: Columns
+    """[M, 6] the action that makes what is sent."""
+
+
+def transfers(schedule: Schedule, computes: Columns) -> Transfers:
+    """The messages that the forward and backward cells among ``computes`` ask for, by the table."""
+    found = [(at, rows) for at, rows in needed(schedule, computes) if rows[0, KIND] == RECEIVE]
+    wanted = np.concatenate([np.empty(0, np.int64), *(at for at, _ in found)])
+    receives = np.concatenate([np.empty((0, 6), np.int64), *(rows for _, rows in found)])
+    sends = _only_need(schedule, receives)
+    return Transfers(wanted, receives, sends, _only_need(schedule, sends))
+
+
+def _only_need(schedule: Schedule, columns: Columns) -> Columns:
+    """Row by row, the one thing that each of ``columns`` needs."""
+    rows = np.empty_like(columns)
+    for at, target in needed(schedule, columns):
+        rows[at] = target
+    return rows
+
+
+def units_used(schedule: Schedule, action: Action) -> tuple[int, ...]:
+    """Indices of the units of its stage that must be full while ``action`` runs, ascending."""
     match action:
         case Forward(cell, segment):
-            return _segment_units(schedule, cell, segment)
+            return _with_lenders(schedule, cell, _segment_units(schedule, cell, segment))
         case Backward(cell, segment):
             units = _segment_units(schedule, cell, segment)
-            return range(units.start, min(units.stop, _body(schedule, cell.stage)))
+            body = range(units.start, min(units.stop, _body(schedule, cell.stage)))
+            return _with_lenders(schedule, cell, body)
         case _:
-            return range(0)
+            return ()
 
 
-def units_fed(schedule: Schedule, action: Action) -> range:
-    """Indices of the units of its stage whose gradients ``action`` adds to.
+def units_fed(schedule: Schedule, action: Action) -> tuple[int, ...]:
+    """Indices of the units of its stage whose gradients ``action`` adds to, ascending.
 
-    A head is fed by forward cells, because its gradient is made together with the loss.
+    A head is fed by forward cells, because its gradient is made together with the loss, and so is a
+    unit that the head borrows from.
     """
     match action:
-        case Forward(cell, segment):
+        case Forward(cell, segment) if schedule.training:
             units = _segment_units(schedule, cell, segment)
-            fed = range(max(units.start, _body(schedule, cell.stage)), units.stop)
-            return fed if schedule.training else range(0)
+            head = range(max(units.start, _body(schedule, cell.stage)), units.stop)
+            return _with_lenders(schedule, cell, head)
         case Backward():
             return units_used(schedule, action)
         case _:
-            return range(0)
+            return ()
 
 
 def reduction_before(over: Over, reductions: tuple[Over, ...]) -> Over | None:
     """The sum, among those of a unit, that must be taken before the sum ``over``."""
     place = reductions.index(over)
     return reductions[place - 1] if place else None
-
-
-class _Shape:
-    """Sizes of a schedule's grid as arrays."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        grid = schedule.grid
-        self.slices = np.array(grid.num_slices, np.int64)
-        self.rank_of = np.array([grid.rank_of(s) for s in range(grid.num_stages)], np.int64)
-        extents = (grid.num_stages, grid.num_micros, int(self.slices.max()))
-        self.segments = np.ones(extents, np.int64)
-        for cell, cuts in schedule.cuts.items():
-            self.segments[cell.stage, cell.micro, cell.slice] = len(cuts) + 1
-
-
-def _shape(schedule: Schedule) -> _Shape:
-    """The sizes of ``schedule``, made once for each."""
-    made = schedule.__dict__.get("_shape")
-    if made is None:
-        made = schedule.__dict__["_shape"] = _Shape(schedule)
-    return made
 
 
 def _target(facts: Facts, row: _Row, columns: Columns) -> Columns:
@@ -235,6 +247,16 @@ def _segment_units(schedule: Schedule, cell: Cell, segment: int) -> range:
         return range(0)
     bounds = (0, *schedule.cuts.get(cell, ()), len(schedule.units[cell.stage]))
     return range(bounds[segment], bounds[segment + 1])
+
+
+def _with_lenders(schedule: Schedule, cell: Cell, units: range) -> tuple[int, ...]:
+    """``units`` and those that they borrow from."""
+    stage: Sequence[Unit] = schedule.units[cell.stage] if schedule.units else ()
+    lenders = {name for index in units for name in stage[index].borrows}
+    if not lenders:
+        return tuple(units)
+    lent = (index for index, unit in enumerate(stage) if unit.name in lenders)
+    return tuple(sorted({*units, *lent}))
 
 
 def _body(schedule: Schedule, stage: int) -> int:

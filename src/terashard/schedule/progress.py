@@ -3,7 +3,7 @@
 A rank *issues* its next action and goes on when that is *done*:
 
 - a buffered send at once, a blocking one when the other rank has issued the matching receive (a
-  paired send and the receive behind it are issued together);
+  paired send and the receive behind it are then issued together);
 - a receive when the matching send is issued;
 - a sum over a tie when the other rank has issued its own;
 - anything else at once: what it needs stands before it on its own rank.
@@ -22,7 +22,7 @@ Sends: TypeAlias = Literal["buffered", "blocking"]
 
 def check_ends(program: Program, sends: Sends) -> None:
     """Refuse a program that stops for ever, and say who waits for what."""
-    walk = _Walk(program, sends)
+    walk = _Progress(program, sends)
     while walk.advance():
         pass
     stuck = [walk.waiting(rank) for rank in range(walk.ranks) if not walk.ended(rank)]
@@ -30,7 +30,7 @@ def check_ends(program: Program, sends: Sends) -> None:
         raise ScheduleError(f"with {sends} sends this schedule never ends: {'; '.join(stuck)}")
 
 
-class _Walk:
+class _Progress:
     """What every rank has issued, and what is done."""
 
     def __init__(self, program: Program, sends: Sends) -> None:
@@ -39,7 +39,7 @@ class _Walk:
         self.ranks = len(self.offsets) - 1
         self.pointer = self.offsets[:-1].copy()
         self.issued, self.num_issued = bytearray(len(program)), 0
-        self.actions = [program.at(position) for position in range(len(program))]
+        self.actions = program.actions
         self.partner = self._partners()
 
     def _partners(self) -> dict[int, int]:

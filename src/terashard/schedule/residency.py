@@ -5,10 +5,14 @@ A unit goes round as often as the program likes::
     sharded ── Gather ──> full ── F, B read it ──> read ── Release ──> sharded
 
 and its gradient once: contributions, then its sums in their order.
+
+The walk says what each action needs of the actions before it: a compute action the last ``Gather``
+of every unit that it reads, a ``Release`` all readers since then, a ``Reduce`` the sum before it
+or, if it is the first, all that contributed. Where that is not there, it refuses.
 """
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator
+from typing import NoReturn, TypeAlias
 
 from terashard.errors import ScheduleError
 from terashard.schedule.actions import (
@@ -26,71 +30,83 @@ from terashard.schedule.actions import (
 from terashard.schedule.needs import reduction_before, units_fed, units_used
 from terashard.schedule.schedule import Schedule
 
+Edge: TypeAlias = tuple[int, int]
+"""Position of an action on its rank, and of one that it needs."""
 
-def check_residency(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
-    """Refuse at the first action of ``rank`` that finds its units in the wrong state."""
+
+def residency(schedule: Schedule, rank: int) -> Iterator[Edge]:
+    """All needs of parameters on ``rank``; ``ScheduleError`` at the first that is not met."""
     if not schedule.units:
         return
     units = _Residency(schedule)
-    for position, action in enumerate(actions):
-        units.here = f"rank {rank}, position {position}: {action}"
-        units.step(action)
-    for unit in sorted(units.full):
+    for position, action in enumerate(schedule.actions(rank)):
+        units.position, units.here = position, f"rank {rank}, position {position}: {action}"
+        yield from ((position, need) for need in units.step(action))
+    for unit in sorted(units.gathered):
         raise ScheduleError(f"rank {rank}: unit {unit} is gathered but never released")
 
 
 class _Residency:
-    """The state of the units of one rank."""
+    """The state of the units of one rank, each with the positions that brought it about."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.full: set[UnitKey] = set()
-        self.read: set[UnitKey] = set()
-        self.summed: dict[UnitKey, set[Over]] = {}
-        self.here = ""
+        self.gathered: dict[UnitKey, int] = {}
+        self.readers: dict[UnitKey, list[int]] = {}
+        self.feeders: dict[UnitKey, list[int]] = {}
+        self.summed: dict[UnitKey, dict[Over, int]] = {}
+        self.position, self.here = 0, ""
 
-    def step(self, action: Action) -> None:
-        """Take in one action."""
+    def step(self, action: Action) -> Iterator[int]:
+        """Take in one action; the positions of what it needs."""
         match action:
             case Gather(unit):
                 self._gather(unit)
             case Release(unit):
-                self._release(unit)
+                yield from self._release(unit)
             case Reduce(unit, over):
-                self._reduce(unit, over)
+                yield from self._reduce(unit, over)
             case Forward(cell) | Backward(cell):
-                self._compute(action, cell.stage)
+                yield from self._read(action, cell.stage)
+                self._feed(action, cell.stage)
             case Send() | Receive():
                 pass
 
     def _gather(self, unit: UnitKey) -> None:
-        if unit in self.full:
+        if unit in self.gathered:
             self._refuse("gathers a unit that is full already")
-        self.full.add(unit)
+        self.gathered[unit] = self.position
 
-    def _release(self, unit: UnitKey) -> None:
-        if unit not in self.full:
+    def _release(self, unit: UnitKey) -> list[int]:
+        if unit not in self.gathered:
             self._refuse("releases a unit that is not full")
-        if unit not in self.read:
+        if unit not in self.readers:
             self._refuse("releases a unit that nothing has read since it was gathered")
-        self.full.remove(unit)
-        self.read.remove(unit)
+        del self.gathered[unit]
+        return self.readers.pop(unit)
 
-    def _reduce(self, unit: UnitKey, over: Over) -> None:
+    def _reduce(self, unit: UnitKey, over: Over) -> list[int]:
         reductions = self.schedule.units[unit.stage][unit.index].reductions
-        before, done = reduction_before(over, reductions), self.summed.setdefault(unit, set())
+        if over not in reductions:
+            self._refuse(f"sums over {over}, which the unit's gradient does not go through")
+        before, done = reduction_before(over, reductions), self.summed.setdefault(unit, {})
         if before is not None and before not in done:
             self._refuse(f"sums over {over} before the sum over {before} is done")
-        done.add(over)
+        done[over] = self.position
+        return self.feeders.get(unit, []) if before is None else [done[before]]
 
-    def _compute(self, action: Action, stage: int) -> None:
-        for index in units_used(self.schedule, action):
-            if UnitKey(stage, index) not in self.full:
-                self._refuse(f"reads unit {stage}:{index}, which is not gathered then")
-            self.read.add(UnitKey(stage, index))
-        for index in units_fed(self.schedule, action):
-            if UnitKey(stage, index) in self.summed:
-                self._refuse(f"adds to the gradient of unit {stage}:{index} after it was reduced")
+    def _read(self, action: Action, stage: int) -> Iterator[int]:
+        for unit in (UnitKey(stage, index) for index in units_used(self.schedule, action)):
+            if unit not in self.gathered:
+                self._refuse(f"reads unit {unit}, which is not gathered then")
+            self.readers.setdefault(unit, []).append(self.position)
+            yield self.gathered[unit]
+
+    def _feed(self, action: Action, stage: int) -> None:
+        for unit in (UnitKey(stage, index) for index in units_fed(self.schedule, action)):
+            if unit in self.summed:
+                self._refuse(f"adds to the gradient of unit {unit} after it was reduced")
+            self.feeders.setdefault(unit, []).append(self.position)
 
     def _refuse(self, why: str) -> NoReturn:
         raise ScheduleError(f"{self.here} {why}")

@@ -6,6 +6,7 @@ kept as integer columns, one row per action, and yields the actions when it is i
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -26,12 +27,15 @@ class Unit:
     """One unit of a stage: its name, the sums its gradient goes through, whether it is a head.
 
     A head is used together with the loss: its parameters are needed, and its gradient is made, in
-    forward cells only. A unit without sums is frozen: it has no gradient.
+    forward cells only. A unit without sums is frozen: it has no gradient. ``borrows`` names earlier
+    units of the same stage whose parameters this one uses as well (a head with the embedding's
+    weight): they are needed, and contributed to, whenever this one is.
     """
 
     name: str
     reductions: tuple[Over, ...] = ("shard",)
     head: bool = False
+    borrows: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a name that is no word, and sums that cannot be taken in their order."""
@@ -44,10 +48,27 @@ class Unit:
                 f" {', '.join(OVERS)}, each at most once, and it starts with shard"
             )
 
+    def words(self) -> list[str]:
+        """The unit as words of text."""
+        lent = ["borrows", *self.borrows] if self.borrows else []
+        return [self.name, *self.reductions, *["head"] * self.head, *lent]
+
+
+class Shape:
+    """Sizes of a schedule's grid and cells as arrays."""
+
+    def __init__(self, grid: Grid, cuts: Mapping[Cell, tuple[int, ...]]) -> None:
+        self.slices = np.array(grid.num_slices, np.int64)
+        self.rank_of = np.array([grid.rank_of(s) for s in range(grid.num_stages)], np.int64)
+        extents = (grid.num_stages, grid.num_micros, int(self.slices.max()))
+        self.segments = np.ones(extents, np.int64)
+        for cell, bounds in cuts.items():
+            self.segments[cell.stage, cell.micro, cell.slice] = len(bounds) + 1
+
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """``programs[r]`` [actions, 6]: the actions of pipeline rank ``r`` as rows of integers.
+    """``programs[r]`` [actions, 6]: what rank ``r`` does, as read-only rows of integers.
 
     ``units[s]`` lists the units of stage ``s`` (empty until sharding is put in), ``cuts`` the unit
     boundaries at which a cell is cut into segments; ``training`` is false for a list of forward
@@ -62,6 +83,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Refuse programs, units or cuts that are not those of the grid."""
+        object.__setattr__(self, "programs", tuple(map(_read_only, self.programs)))
         if len(self.programs) != self.grid.ranks:
             raise ScheduleError(
                 f"there are programs for {len(self.programs)} ranks, but the grid has"
@@ -80,8 +102,20 @@ class Schedule:
                     f"stage {stage} has a head among its units; only the last unit of the last"
                     " stage can be one"
                 )
+            self._require_loans(stage, units)
         for cell, bounds in self.cuts.items():
             self._require_cut(cell, bounds)
+
+    def _require_loans(self, stage: int, units: Sequence[Unit]) -> None:
+        earlier: set[str] = set()
+        for unit in units:
+            for lender in unit.borrows:
+                if lender not in earlier:
+                    raise ScheduleError(
+                        f"unit {unit.name} of stage {stage} borrows from {lender}; a unit borrows"
+                        f" from earlier ones of its stage: {', '.join(sorted(earlier)) or 'none'}"
+                    )
+            earlier.add(unit.name)
 
     def _require_cut(self, cell: Cell, bounds: tuple[int, ...]) -> None:
         if cell not in self.grid:
@@ -107,12 +141,22 @@ class Schedule:
         kept = {"units": self.units, "cuts": self.cuts, "training": self.training}
         return Schedule.of(self.grid, actions, **(kept | changes))
 
+    @cached_property
+    def shape(self) -> Shape:
+        """Sizes of the grid and its cells, as arrays."""
+        return Shape(self.grid, self.cuts)
+
+    @cached_property
+    def _decoded(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of every rank; rows are decoded once."""
+        return tuple(tuple(decode(tuple(row)) for row in p.tolist()) for p in self.programs)
+
     def actions(self, rank: int) -> Iterator[Action]:
         """What ``rank`` does, in order."""
-        return (decode(tuple(row)) for row in self.programs[rank].tolist())
+        return iter(self._decoded[rank])
 
     def __iter__(self) -> Iterator[list[Action]]:
-        return (list(self.actions(rank)) for rank in range(self.grid.ranks))
+        return map(list, self._decoded)
 
     def __len__(self) -> int:
         return sum(len(program) for program in self.programs)
@@ -135,9 +179,16 @@ class Schedule:
         lines += [f"micro {m.sequences} {list(m.slices)}" for m in grid.partition]
         for stage, units in enumerate(self.units):
             for index, unit in enumerate(units):
-                words = [f"{stage}:{index}", unit.name, *unit.reductions, *["head"] * unit.head]
-                lines.append(f"unit {' '.join(words)}")
+                lines.append(f"unit {stage}:{index} {' '.join(unit.words())}")
         for cell, bounds in sorted(self.cuts.items()):
             lines.append(f"cut {cell} {' '.join(map(str, bounds))}")
         lines += [f"rank {r}: {' '.join(map(str, actions))}" for r, actions in enumerate(self)]
         return "\n".join(lines) + "\n"
+
+
+def _read_only(program: Columns) -> Columns:
+    """``program`` itself if nobody can write it, or a copy."""
+    if program.flags.writeable:
+        program = program.copy()
+        program.setflags(write=False)
+    return program

@@ -9,6 +9,7 @@ One line per fact; empty lines and lines that begin with ``#`` are skipped::
     micro 1 [2, 2]              one line per micro-batch: sequences, slice lengths
     unit 0:0 embed shard        one line per unit, once sharding is in: name, sums of its gradient
     unit 1:1 head shard head    … and `head` if it is used with the loss, in forward cells only
+    unit 0:2 out shard borrows embed    … and whose parameters of the same stage it uses as well
     cut 0.0.0 1                 the units at which a cell is cut into segments
     rank 0: G0:0 F0.0.0 S0.0.0>1 …
 """
@@ -138,9 +139,11 @@ class _Reader:
         self.units += [[] for _ in range(self.ranks * self.chunks - len(self.units))]
         if index != len(self.units[stage]):
             raise ValueError(f"unit {stage}:{len(self.units[stage])} must come first")
+        at = words.index("borrows") if "borrows" in words else len(words)
+        words, lenders = words[:at], words[at + 1 :]
         head = words[-1:] == ["head"]
         sums = tuple(cast(list[Over], words[:-1] if head else words))
-        self.units[stage].append(Unit(name, sums, head))
+        self.units[stage].append(Unit(name, sums, head, tuple(lenders)))
 
     def _cut(self, rest: str) -> None:
         place, *bounds = rest.split()

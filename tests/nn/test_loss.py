@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terashard.errors import DataError
+from terashard.errors import ConfigError, DataError
 from terashard.nn.loss import CrossEntropy, loss_and_gradient, loss_only
 
 WORDS, WIDTH = 23, 8
@@ -149,3 +149,19 @@ def test_a_target_outside_the_vocabulary_is_refused(wrong: int) -> None:
     targets[1, 2] = wrong
     with pytest.raises(DataError, match=f"token id {wrong} is outside the vocabulary of {WORDS}"):
         loss_and_gradient(head, hidden, targets, CrossEntropy())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_tokens": 0}, "loss.chunk_tokens is 0; it must be at least 1"),
+        ({"label_smoothing": 3.0}, r"loss.label_smoothing is 3.0; it must lie in \[0, 1\)"),
+        ({"z_loss": -1.0}, "loss.z_loss is -1.0; it must be at least 0"),
+        ({"soft_cap": 0.0}, "loss.soft_cap is 0.0; it must be above 0, or none"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_cannot_be_is_refused_at_birth(options: dict[str, Any], message: str) -> None:
+    """Regression: only the configuration looked at the ranges."""
+    with pytest.raises(ConfigError, match=message):
+        CrossEntropy(**options)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from terashard.config.schema import LossConfig
 from terashard.nn.embedding import check_ids
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -31,19 +32,11 @@ Head = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CrossEntropy:
-    """The *sum* over tokens of the cross-entropy; who sums over slices and ranks divides once."""
+class CrossEntropy(LossConfig):
+    """The *sum* over tokens of the cross-entropy; who sums over slices and ranks divides once.
 
-    chunk_tokens: int = 1024
-    """Tokens (sequences x positions) whose logits exist at one time."""
-    ignore_index: int = -100
-    """Targets with this value count for nothing."""
-    label_smoothing: float = 0.0
-    """Part of every target that is spread over the vocabulary."""
-    z_loss: float = 0.0
-    """Weight of the squared log-partition."""
-    soft_cap: float | None = None
-    """Logits become cap x tanh(logits / cap)."""
+    Its fields, and what is allowed in them, are those of ``LossConfig``.
+    """
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Logits [..., V] and targets [...] to a 0-dim sum: float32, or float64 for such logits."""

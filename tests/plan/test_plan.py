@@ -3,10 +3,11 @@ import json
 import pytest
 
 from terashard.config.schema import BatchConfig, ModelConfig, ParallelConfig, RunConfig
-from terashard.errors import PlanError
-from terashard.plan.plan import Plan, equal_slices, load, plan_of, spread_layers, stage_units
+from terashard.errors import PlanError, ScheduleError
+from terashard.plan.plan import Plan, equal_slices, plan_of, spread_layers, stage_units
 from terashard.schedule.actions import MicroBatch, Send
 from terashard.schedule.check import check
+from terashard.schedule.lower import fuse_pairs
 from terashard.spec.model import describe
 
 MIXED = (MicroBatch(2, (3, 5)), MicroBatch(1, (4, 2, 2)))
@@ -100,7 +101,7 @@ def test_a_plan_survives_its_file(tmp_path):
         stages=2, shards=3, replicas=2, order="fill_drain", partition=MIXED, layers=((0, 3), (3, 4))
     )
     plan.save(tmp_path / "plan.json")
-    assert load(tmp_path / "plan.json") == plan
+    assert Plan.load(tmp_path / "plan.json") == plan
 
 
 @pytest.mark.parametrize(
@@ -118,16 +119,16 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, change, sentence):
     Plan(partition=MIXED).save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(PlanError, match=sentence):
-        load(path)
+        Plan.load(path)
 
 
 def test_a_plan_file_that_is_missing_or_broken_is_named(tmp_path):
     with pytest.raises(PlanError, match=r"cannot read the plan .*plan\.json: No such file"):
-        load(tmp_path / "plan.json")
+        Plan.load(tmp_path / "plan.json")
     for text in ("{", "[]", "\xff"):
         (tmp_path / "plan.json").write_text(text, "latin-1")
         with pytest.raises(PlanError, match=r"plan\.json is no plan that can be read"):
-            load(tmp_path / "plan.json")
+            Plan.load(tmp_path / "plan.json")
 
 
 def test_layers_are_spread_evenly_the_first_stages_get_the_rest():
@@ -164,6 +165,15 @@ def test_tied_ends_are_summed_over_both_stages_and_replicas_over_all():
     assert {unit.reductions for unit in alone[0]} == {("shard",)}
 
 
+def test_a_tied_head_on_the_stage_of_the_embedding_borrows_its_weight():
+    alone = Plan(partition=MIXED, layers=((0, 4),))
+    assert [unit.borrows for unit in stage_units(spec(tied=True), alone)[0]][-1] == ("embed",)
+    apart = Plan(stages=2, partition=MIXED, layers=spread_layers(4, 2))
+    for plan, tied in ((alone, False), (apart, True), (apart, False)):
+        units = stage_units(spec(tied=tied), plan)
+        assert not any(unit.borrows for stage in units for unit in stage)
+
+
 def test_units_of_another_model_are_refused():
     for layers in ((), ((0, 3),)):
         with pytest.raises(PlanError, match="but the model has 4; make the plan for this model"):
@@ -184,9 +194,11 @@ def test_schedules_of_a_plan_are_right(order, ranks):
     assert not any(a.paired for actions in training for a in actions if isinstance(a, Send))
 
 
-def test_a_blocking_transport_gets_pairs():
+def test_a_schedule_of_a_plan_can_be_paired_for_a_blocking_transport():
     plan = Plan.uniform(stages=3, sequences=4, tokens=8, micro_batches=4, slices=2)
-    paired = plan.schedule(paired=True)
+    with pytest.raises(ScheduleError, match="with blocking sends this schedule never ends"):
+        check(plan.schedule(), sends="blocking")
+    paired = fuse_pairs(plan.schedule())
     check(paired, sends="blocking")
     assert any(a.paired for actions in paired for a in actions if isinstance(a, Send))
 

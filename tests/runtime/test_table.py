@@ -12,6 +12,7 @@ from terashard.schedule.actions import MicroBatch
 from terashard.shard.precision import Precision
 from tests.helpers.layouts import FLOAT64, Setting
 from tests.helpers.models import Plain, UserStage, decoder_stages, user_loss, user_stages
+from tests.helpers.threads import run_mesh
 from tests.runtime.refusals import build, said, two_micros
 
 Named = list[tuple[str, nn.Module]]
@@ -119,3 +120,16 @@ def test_a_tie_of_which_one_side_is_frozen_is_refused() -> None:
         Pipeline(module, setting.plan, mesh)
 
     assert "both train or neither" in said(make)
+
+
+def test_a_head_that_shares_the_embeddings_weight_borrows_it_in_the_schedule() -> None:
+    # Only the worker knew it: check proved schedules that read the weight after its release.
+    def borrows(mesh: Mesh, tied: bool) -> list[tuple[str, ...]]:
+        setting = Setting(stages=mesh.stages, shards=mesh.shards, tied=tied)
+        units = setting.pipeline(mesh).schedule.units
+        assert units == stage_units(setting.spec, setting.plan)
+        return [unit.borrows for stage in units for unit in stage if unit.borrows]
+
+    assert run_mesh(lambda mesh: borrows(mesh, True), shards=2) == [[("embed",)]] * 2
+    assert run_mesh(lambda mesh: borrows(mesh, False), shards=2) == [[]] * 2
+    assert run_mesh(lambda mesh: borrows(mesh, True), stages=2) == [[]] * 2

@@ -16,7 +16,6 @@ from terashard.files import replace_text
 from terashard.schedule.actions import OVERS, Grid, MicroBatch, Over
 from terashard.schedule.check import check
 from terashard.schedule.lower import (
-    fuse_pairs,
     insert_sharding,
     insert_transfers,
     last_backward_cuts,
@@ -111,20 +110,20 @@ class Plan:
         """Stages, micro-batches and slices."""
         return Grid(ranks=self.stages, partition=self.partition)
 
-    def schedule(self, units: Sequence[Sequence[Unit]] = (), *, paired: bool = False) -> Schedule:
+    def schedule(self, units: Sequence[Sequence[Unit]] = ()) -> Schedule:
         """The checked list of actions of a training step, with sharding if ``units`` are given.
 
-        ``units`` lists those of every stage. ``paired``: for a transport whose sends block; sends
-        and receives between neighbours are then issued together.
+        ``units`` lists those of every stage. For a transport whose sends block, put the schedule
+        through ``lower.fuse_pairs``.
         """
         bare = ORDERS[self.order](self.grid)
         if units and self.shards * self.replicas > 1:
             bare = split_at_units(bare, last_backward_cuts(bare, units))
-        return _lowered(bare, units, paired)
+        return _lowered(bare, units)
 
-    def evaluation(self, units: Sequence[Sequence[Unit]] = (), *, paired: bool = False) -> Schedule:
+    def evaluation(self, units: Sequence[Sequence[Unit]] = ()) -> Schedule:
         """The checked list of actions that computes the loss and nothing else."""
-        return _lowered(forward_only(self.grid), units, paired)
+        return _lowered(forward_only(self.grid), units)
 
     def reductions(self, *, trains: bool, tied: bool) -> tuple[Over, ...]:
         """The sums of the gradient of a unit; ``tied``: another stage has one of its weights."""
@@ -138,21 +137,21 @@ class Plan:
         found = {"format": FORMAT, "version": VERSION, **asdict(self)}
         replace_text(path, json.dumps(found, indent=1) + "\n")
 
+    @classmethod
+    def load(cls, path: Path) -> "Plan":
+        """Read a plan that ``save`` wrote; ``PlanError`` says what is wrong with the file."""
+        try:
+            found = json.loads(path.read_text())
+            if found.pop("format") != FORMAT or found.pop("version") != VERSION:
+                raise ValueError(f"its format is not {FORMAT!r} version {VERSION}")
+            return _from_json(found)
+        except OSError as cause:
+            raise PlanError(f"cannot read the plan {path}: {cause.strerror or cause}") from cause
+        except (ValueError, KeyError, TypeError, AttributeError) as cause:
+            raise PlanError(f"{path} is no plan that can be read: {cause}") from cause
 
-def load(path: Path) -> Plan:
-    """Read a plan that ``Plan.save`` wrote; ``PlanError`` says what is wrong with the file."""
-    try:
-        found = json.loads(path.read_text())
-        if found.pop("format") != FORMAT or found.pop("version") != VERSION:
-            raise ValueError(f"its format is not {FORMAT!r} version {VERSION}")
-        return from_json(found)
-    except OSError as cause:
-        raise PlanError(f"cannot read the plan {path}: {cause.strerror or cause}") from cause
-    except (ValueError, KeyError, TypeError, AttributeError) as cause:
-        raise PlanError(f"{path} is no plan that can be read: {cause}") from cause
 
-
-def from_json(found: dict[str, Any]) -> Plan:
+def _from_json(found: dict[str, Any]) -> Plan:
     """The plan whose ``asdict`` is ``found``."""
     micros = tuple(MicroBatch(m["sequences"], tuple(m["slices"])) for m in found["partition"])
     layers = tuple((first, last) for first, last in found["layers"])
@@ -203,7 +202,8 @@ def stage_units(spec: ModelSpec, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
     ties = plan.reductions(trains=True, tied=spec.tied and plan.stages > 1)
     stages = [[Unit(f"layers.{i}", sums) for i in range(*layers)] for layers in plan.layers]
     stages[0].insert(0, Unit(names[0], ties))
-    stages[-1].append(Unit(names[-1], ties, head=True))
+    lenders = (names[0],) if spec.tied and plan.stages == 1 else ()
+    stages[-1].append(Unit(names[-1], ties, head=True, borrows=lenders))
     return tuple(map(tuple, stages))
 
 
@@ -259,11 +259,9 @@ def _check_sum(key: str, slices: Sequence[int], tokens: int) -> None:
         )
 
 
-def _lowered(bare: Schedule, units: Sequence[Sequence[Unit]], paired: bool) -> Schedule:
+def _lowered(bare: Schedule, units: Sequence[Sequence[Unit]]) -> Schedule:
     schedule = insert_transfers(bare)
     if units:
         schedule = insert_sharding(schedule, units)
-    if paired:
-        schedule = fuse_pairs(schedule)
-    check(schedule, sends="blocking" if paired else "buffered")
+    check(schedule)
     return schedule

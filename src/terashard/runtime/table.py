@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from torch import nn
+
 from terashard.comm.mesh import Mesh
 from terashard.errors import PlanError
 from terashard.nn.protocols import StageModule
@@ -20,12 +22,16 @@ from terashard.shard.precision import Precision
 
 @dataclass(frozen=True, slots=True)
 class StageCard:
-    """One stage in words: ``units`` are names, each with its parameters' (shape, trains)."""
+    """One stage in words: ``units`` are names, each with its parameters' (shape, trains).
+
+    ``borrows`` has, of every unit that uses parameters of earlier ones, the names of these.
+    """
 
     width: int
     has_head: bool
     ties: Mapping[str, str]
     units: Mapping[str, Mapping[str, tuple[Sequence[int], bool]]]
+    borrows: Mapping[str, Sequence[str]]
 
     @classmethod
     def of(cls, module: StageModule) -> "StageCard":
@@ -38,7 +44,8 @@ class StageCard:
                 f"{name}.{p}": (list(parameter.shape), parameter.requires_grad)
                 for p, parameter in unit.named_parameters()
             }
-        return cls(module.width, module.has_head(), dict(module.ties()), units)
+        borrows = _borrows(module.units())
+        return cls(module.width, module.has_head(), dict(module.ties()), units, borrows)
 
     @property
     def parameters(self) -> dict[str, tuple[Sequence[int], bool]]:
@@ -71,7 +78,19 @@ class StageTable:
         for place, (name, parameters) in enumerate(stage.units.items()):
             trained = {p for p, (_, trains) in parameters.items() if trains}
             reductions = plan.reductions(trains=bool(trained), tied=bool(trained & ties.keys()))
-            yield Unit(name, reductions, head=stage.has_head and place == last)
+            head, borrows = stage.has_head and place == last, tuple(stage.borrows.get(name, ()))
+            yield Unit(name, reductions, head, borrows)
+
+
+def _borrows(units: Sequence[tuple[str, nn.Module]]) -> dict[str, list[str]]:
+    """Whom every unit borrows from: a parameter belongs to the first unit that uses it."""
+    owners: dict[nn.Parameter, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, unit in units:
+        lenders = {owners.setdefault(parameter, name) for parameter in unit.parameters()} - {name}
+        if lenders:
+            found[name] = sorted(lenders)
+    return found
 
 
 def exchange(module: StageModule, plan: Plan, mesh: Mesh, precision: Precision) -> StageTable:

@@ -24,6 +24,7 @@ from terashard.schedule.lower import (
     last_backward_cuts,
     split_at_units,
 )
+from terashard.schedule.needs import needed
 from terashard.schedule.orders import fill_drain, one_forward_one_backward
 from terashard.schedule.schedule import Schedule, Unit
 from tests.helpers.schedules import SAME_EVERY_TIME, schedules, stage_after_stage, virtual_grids
@@ -54,6 +55,19 @@ def test_receives_stand_before_and_sends_behind():
     schedule = insert_transfers(fill_drain(Grid.uniform(2, 1, 2)))
     assert words(schedule, 0) == ("F0.0.0 S0.0.0>1 F0.0.1 S0.0.1>1 R0.0.1<1 B0.0.1 R0.0.0<1 B0.0.0")
     assert words(schedule, 1) == ("R1.0.0<0 F1.0.0 R1.0.1<0 F1.0.1 B1.0.1 S1.0.1>0 B1.0.0 S1.0.0>0")
+
+
+def test_transfers_are_read_off_whole_columns(monkeypatch):
+    # The table was asked once for every cell: a second for eight ranks of 256 cells.
+    asked: list[int] = []
+
+    def counted(schedule, columns):
+        asked.append(len(columns))
+        return needed(schedule, columns)
+
+    monkeypatch.setattr("terashard.schedule.needs.needed", counted)
+    insert_transfers(fill_drain(Grid.uniform(4, 3, 3)))
+    assert len(asked) == 3  # cells, receives, sends
 
 
 def test_only_the_last_backward_cell_is_cut_and_never_at_the_head():

@@ -66,6 +66,13 @@ def test_the_text_is_what_the_module_says():
     assert insert_sharding(insert_transfers(cut), units).text() == WRITTEN
 
 
+def test_a_loan_is_written_behind_the_head():
+    lent = (Unit("embed"), Unit("norm"), Unit("head", head=True, borrows=("embed", "norm")))
+    schedule = insert_sharding(fill_drain(Grid.uniform(1, 1, 1)), (lent,))
+    assert "\nunit 0:2 head shard head borrows embed norm\n" in schedule.text()
+    assert parse(schedule.text()).units == (lent,)
+
+
 def test_empty_lines_and_comments_are_skipped():
     lines = WRITTEN.splitlines()
     commented = "\n\n".join([lines[0], "# two ranks", *lines[1:]])

@@ -2,6 +2,10 @@
 
 A ``Span`` is one action of a schedule on one rank, with its start and end in seconds since the step
 began.
+
+Measured spans are the host's. On a CPU that is when the work was done. On a GPU the host only
+issues it: spans then say when an action was issued, and their lengths, ``busy`` and ``idle_share``
+how the host spent its time, not how busy the GPU was.
 """
 
 from collections.abc import Iterable
@@ -36,12 +40,15 @@ class Timeline:
         return max(s.end for s in self.spans) - min(s.start for s in self.spans)
 
     def busy(self, rank: int) -> float:
-        """Seconds in which ``rank`` computed."""
+        """Seconds in which ``rank`` computed; on a GPU, in which its host issued computation."""
         mine = (s for s in self.spans if s.rank == rank)
         return sum(s.end - s.start for s in mine if isinstance(s.action, Forward | Backward))
 
     def idle_share(self) -> float:
-        """Part of all ranks' time in which they did not compute: idle over total."""
+        """Part of all ranks' time in which they did not compute: idle over total.
+
+        Of a run on GPUs it is the hosts' share, which tells nothing about idle GPUs.
+        """
         ranks = {s.rank for s in self.spans}
         total = self.seconds * len(ranks)
         return 1.0 - sum(map(self.busy, ranks)) / total if total else 0.0

@@ -4,7 +4,6 @@ Names are imported on first use, so that ``import terashard`` costs nothing.
 """
 
 from importlib import import_module
-from importlib.metadata import version as _version
 from typing import Any
 
 _HOMES: dict[str, str] = {
@@ -36,7 +35,9 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return _version("terashard")
+        from importlib.metadata import version  # slow to import
+
+        return version("terashard")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'terashard' has no attribute {name!r}")

@@ -13,10 +13,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib import import_module
 
 import terashard
+from terashard.config.nearest import closest, did_you_mean
 from terashard.errors import ConfigError, DataError, PlanError, TerashardError
 
 SENTENCE = (
@@ -134,19 +134,20 @@ def find(words: Sequence[str]) -> tuple[Verb, list[str]]:
             return verb, list(words[len(name) :])
     asked = " ".join(word for word in words[:2] if not word.startswith("-"))
     if inside := [verb.name for verb in _group(words[0])]:
-        raise ConfigError(f"there is no command {asked!r}; did you mean {' or '.join(inside)}?")
+        meant = did_you_mean(" or ".join(inside))
+        raise ConfigError(f"there is no command {asked!r}; {meant}")
     names = [verb.name for verb in VERBS]
     close = _nearest(words[0]) or _nearest(asked)
-    meant = f"did you mean {close}? " if close else ""
-    raise ConfigError(f"there is no command {words[0]!r}; {meant}there are {', '.join(names)}")
+    meant = did_you_mean(close, f"there are {', '.join(names)}")
+    raise ConfigError(f"there is no command {words[0]!r}; {meant}")
 
 
 def _nearest(asked: str) -> str | None:
     names = {verb.name: verb.name for verb in VERBS}
     names |= {verb.name.split()[0]: verb.name for verb in VERBS}
     names |= {verb.name.split()[-1]: verb.name for verb in VERBS if "show" not in verb.name}
-    close = get_close_matches(asked, names, n=1)
-    return names[close[0]] if close else None
+    close = closest(asked, names)
+    return names[close] if close else None
 
 
 def _perform(words: list[str]) -> int:

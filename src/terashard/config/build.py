@@ -19,12 +19,12 @@ a dataclass           a table with its fields
 """
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from datetime import date, datetime, time
-from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from terashard.config.nearest import alternatives, closest, did_you_mean
 from terashard.errors import ConfigError
 
 NONE = "none"
@@ -118,9 +118,10 @@ def _choice(value: Any, to: Any, name: str) -> Any:
     choices = get_args(to)
     if value in choices:
         return value
-    close = get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    guess = f'; did you mean "{close[0]}"?' if close else ""
-    raise ConfigError(f"{name} is {found(value)}; it must be {describe(to)}{guess}")
+    sentence = f"{name} is {found(value)}; it must be {describe(to)}"
+    close = closest(str(value), map(str, choices))
+    quoted = f'"{close}"'
+    raise ConfigError(f"{sentence}; {did_you_mean(quoted)}" if close else sentence)
 
 
 def _sequence(value: Any, to: Any, name: str) -> tuple[Any, ...]:
@@ -146,7 +147,7 @@ def _record(value: Any, to: type, name: str) -> Any:
     hints = get_type_hints(to)
     for key in value:
         if key not in hints:
-            raise ConfigError(f"{name}.{key} is unknown{_guess(key, list(hints))}")
+            raise ConfigError(f"{name}.{key} is unknown; {alternatives(key, hints)}")
     for field in fields(to):
         required = field.default is MISSING and field.default_factory is MISSING
         if required and field.name not in value:
@@ -154,12 +155,6 @@ def _record(value: Any, to: type, name: str) -> Any:
                 f"{name}.{field.name} is missing; it must be {describe(hints[field.name])}"
             )
     return to(**{key: convert(item, hints[key], f"{name}.{key}") for key, item in value.items()})
-
-
-def _guess(key: str, allowed: Sequence[str]) -> str:
-    close = get_close_matches(key, allowed, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return f"; {meant}allowed are {', '.join(allowed)}"
 
 
 def _free(value: Any, to: Any, name: str) -> Any:

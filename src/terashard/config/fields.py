@@ -8,12 +8,12 @@ import ast
 import inspect
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
 from typing import Any, get_type_hints
 
 from terashard.config import schema
+from terashard.config.nearest import closest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +59,13 @@ def nearest(name: str) -> str | None:
     if same:
         return same[0]
     here = {key.name: dotted for dotted, key in keys().items() if key.section == section}
-    close = get_close_matches(leaf, here, n=1, cutoff=0.6)
-    if close:
-        return here[close[0]]
-    close = get_close_matches(f"{section}.{leaf}", keys(), n=1, cutoff=0.7)
-    if close:
-        return close[0]
+    if close := closest(leaf, here):
+        return here[close]
+    if close := closest(f"{section}.{leaf}", keys(), cutoff=0.7):
+        return close
     leaves = {key.name: dotted for dotted, key in keys().items()}
-    close = get_close_matches(leaf, leaves, n=1, cutoff=0.7)
-    return leaves[close[0]] if close else None
+    close = closest(leaf, leaves, cutoff=0.7)
+    return leaves[close] if close else None
 
 
 @cache

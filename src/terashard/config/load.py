@@ -15,13 +15,13 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from terashard.config.build import convert
 from terashard.config.fields import keys, nearest, sections
+from terashard.config.nearest import alternatives, did_you_mean
 from terashard.config.override import read_overrides
 from terashard.config.schema import RunConfig
 from terashard.errors import ConfigError
@@ -133,7 +133,7 @@ def _preset_layer(name: str | None) -> list[Layer]:
     if name is None:
         return []
     if name not in presets():
-        raise ConfigError(f"there is no preset {name!r}{_meant(name, presets())}")
+        raise ConfigError(f"there is no preset {name!r}; {alternatives(name, presets())}")
     text = files("terashard.config").joinpath("presets", f"{name}.toml").read_text("utf-8")
     place = f"preset {name}"
     return [_layer(_parse(text, place), place, text)]
@@ -143,7 +143,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text("utf-8")
     except FileNotFoundError:
-        hint = f"did you mean --preset {path}?" if str(path) in presets() else "name a TOML file"
+        preset = f"--preset {path}" if str(path) in presets() else None
+        hint = did_you_mean(preset) or "name a TOML file"
         raise ConfigError(f"{path} does not exist; {hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a folder; name a TOML file") from None
@@ -178,24 +179,18 @@ def _unknown_section(name: str, content: Any, place: str) -> ConfigError:
     if name in sections():
         return ConfigError(f"{place}: {name} is a section; write [{name}] and its keys below it")
     if isinstance(content, Mapping):
-        return ConfigError(f"{place}: section [{name}] is unknown{_meant(name, list(sections()))}")
-    close = nearest(name)
-    meant = f"did you mean {close}? " if close else ""
-    allowed = "only preset may stand outside the sections"
-    return ConfigError(f"{place}: {name} is unknown; {meant}{allowed} {', '.join(sections())}")
+        return ConfigError(
+            f"{place}: section [{name}] is unknown; {alternatives(name, sections())}"
+        )
+    allowed = f"only preset may stand outside the sections {', '.join(sections())}"
+    return ConfigError(f"{place}: {name} is unknown; {did_you_mean(nearest(name), allowed)}")
 
 
 def _unknown_key(section: str, leaf: str, place: str) -> ConfigError:
-    close = nearest(f"{section}.{leaf}")
-    meant = f"did you mean {close}? " if close else ""
+    dotted = f"{section}.{leaf}"
     allowed = ", ".join(key.name for key in keys().values() if key.section == section)
-    return ConfigError(f"{place}: {section}.{leaf} is unknown; {meant}[{section}] allows {allowed}")
-
-
-def _meant(name: str, allowed: Sequence[str]) -> str:
-    close = get_close_matches(name, allowed, n=1)
-    meant = f"did you mean {close[0]}? " if close else ""
-    return f"; {meant}allowed are {', '.join(allowed)}"
+    meant = did_you_mean(nearest(dotted), f"[{section}] allows {allowed}")
+    return ConfigError(f"{place}: {dotted} is unknown; {meant}")
 
 
 def _placed(error: ConfigError, merged: Mapping[str, Setting]) -> ConfigError:

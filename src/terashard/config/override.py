@@ -22,6 +22,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from terashard.config.build import NONE, convert, describe
 from terashard.config.fields import Key, keys, nearest, sections
+from terashard.config.nearest import did_you_mean
 from terashard.config.schema import RunConfig
 from terashard.errors import ConfigError
 
@@ -53,7 +54,7 @@ def unknown_option(word: str) -> ConfigError:
     if not word.startswith("-"):
         return ConfigError(f"{word!r} follows no option; write --section.key {word}")
     close = nearest(name)
-    meant = f"did you mean --{close}?" if close else "--help lists them all"
+    meant = did_you_mean(f"--{close}" if close else None, "--help lists them all")
     return ConfigError(f"there is no option {word.partition('=')[0]}; {meant}")
 
 

@@ -5,15 +5,53 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from terashard.cli import demo
 from terashard.cli.main import main
 from terashard.config.load import load
+from terashard.data.baseline import Baseline
 
 
 def test_the_preset_trains_two_stages_on_slices_and_downloads_nothing() -> None:
     config = load(None, (), "demo")
     assert (config.parallel.stages, config.parallel.slices) == (2, (4,))
     assert config.data.train == ""
+
+
+@pytest.mark.parametrize("dotted", ["data.train", "data.validation", "run.directory"])
+def test_what_the_demo_decides_itself_is_refused_and_not_dropped(
+    dotted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "demo"
+    assert main(["demo", "--directory", str(root), f"--{dotted}", "mine"]) == 2
+    assert f"--{dotted} cannot be given; name a folder for both" in capsys.readouterr().err
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("length", "option"),
+    [
+        (("--train.steps", "7"), "--train.steps 14"),
+        (("--train.tokens", "3000000"), "--train.tokens 6000000"),
+        (("--train.epochs", "0.75"), "--train.epochs 1.5"),
+    ],
+)
+def test_twice_as_long_is_twice_what_was_asked_for(length: tuple[str, ...], option: str) -> None:
+    """It was 800 steps, whatever had been run."""
+    assert demo._twice(load(None, length, "demo").train) == option
+
+
+def test_a_torn_last_record_does_not_hide_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo parsed the file by itself, and ended with a JSONDecodeError."""
+    config = load(None, ("--run.directory", str(tmp_path)), "demo")
+    whole = '{"step": 3, "loss": 2.5, "held_out_loss": null}'
+    (tmp_path / "metrics.jsonl").write_text(f"{whole}\n{whole[:20]}")
+    tables = Baseline(unigram=3.0, bigram=2.0)
+    assert demo._show_result(Console(), config, tables) == 0
+    assert "stopped after step 3" in capsys.readouterr().out
 
 
 @pytest.mark.processes

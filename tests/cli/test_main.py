@@ -11,6 +11,7 @@ import pytest
 from terashard.cli import main as cli
 from terashard.cli import version
 from terashard.cli.main import VERBS, main
+from terashard.config.load import presets
 from terashard.errors import (
     CommunicationError,
     ConfigError,
@@ -24,8 +25,9 @@ WITHOUT_TORCH = """
 import sys
 from terashard.cli.main import main
 code = main(sys.argv[1:])
-heavy = sorted({"torch", "numpy.random", "transformers"} & set(sys.modules)) if code else []
 assert "torch" not in sys.modules, "torch was imported"
+if {"--help", "missing.toml", "--train.lr", "trian"} & set(sys.argv):
+    assert "numpy" not in sys.modules, "numpy was imported"
 sys.exit(code)
 """
 
@@ -49,6 +51,8 @@ def command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
         (["--help"], 0),
         (["version"], 0),
         (["train", "--help"], 0),
+        (["schedule", "show", "--help"], 0),
+        (["demo", "--help"], 0),
         (["config", "show", "--preset", "demo"], 0),
         (["train", "missing.toml"], 2),
         (["train", "--preset", "tiny", "--train.lr", "3"], 2),
@@ -187,3 +191,14 @@ def test_config_show_prints_a_run_file_and_diff_only_what_was_said(
     assert f"{path}, line" in shown
     assert '"none" by default' in shown
     assert "run.seed" not in shown
+
+
+@pytest.mark.parametrize("verb", ["train", "config show", "schedule show"])
+def test_the_help_names_the_presets_there_are(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were typed by hand, in every command."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*verb.split(), "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"Named settings below the run file: {', '.join(presets())}." in shown

@@ -13,11 +13,12 @@ from terashard.comm.mesh import Mesh
 from terashard.config.load import load
 from terashard.config.schema import RunConfig
 from terashard.train.directory import RunDirectory
+from terashard.train.preflight import model_and_plan
 from terashard.train.progress import Silent
 from terashard.train.record import StepRecord, read_records
 from terashard.train.stop import StopFlag
 from terashard.train.trainer import Trainer
-from terashard.train.worker import build_pipeline, model_and_plan
+from terashard.train.worker import build_pipeline
 from tests.data.folders import text_folder
 from tests.helpers.threads import run_mesh
 

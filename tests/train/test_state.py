@@ -13,6 +13,7 @@ from terashard.checkpoint.load import Checkpoint, find_latest
 from terashard.config.schema import RunConfig
 from terashard.errors import CheckpointError, ConfigError
 from terashard.train import state, worker
+from terashard.train.preflight import model_and_plan
 from terashard.train.samples import Samples
 from terashard.train.state import (
     Progress,
@@ -23,7 +24,6 @@ from terashard.train.state import (
 )
 from terashard.train.stop import StopFlag
 from terashard.train.trainer import Trainer
-from terashard.train.worker import model_and_plan
 from tests.data.folders import text_folder
 from tests.train.runs import TEXT, config_of, train
 

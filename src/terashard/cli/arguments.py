@@ -8,22 +8,52 @@ field, for ``config.load`` to read over the run file.
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import MISSING, field, fields, make_dataclass, replace
-from difflib import get_close_matches
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from io import StringIO
 from itertools import takewhile
-from typing import Any, NoReturn, TypeVar, cast, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_type_hints
 
 import tyro
 
-from terashard.config.load import load
+from terashard.config.load import load, presets
+from terashard.config.nearest import closest, did_you_mean
 from terashard.config.override import settings_type, unknown_option
+from terashard.config.schema import RunConfig
 from terashard.errors import ConfigError
 
 Arguments = TypeVar("Arguments")
 _OPTION = re.compile(r"--?[A-Za-z].*")
 _HELP = {"-h", "--help"}
 _FRAME = str.maketrans("│╭╮╰╯─", "     -")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """What names a configuration on the command line: a file, a preset, options over both."""
+
+    file: Annotated[
+        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml", help_behavior_hint="")
+    ] = None
+    """Run file (TOML); without it, the defaults and the preset."""
+    preset: Annotated[
+        str | None,
+        tyro.conf.arg(
+            metavar="NAME",
+            help_behavior_hint="",
+            help=f"Named settings below the run file: {', '.join(presets())}.",
+        ),
+    ] = None
+    overrides: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+
+    def load(self, verb: str) -> RunConfig:
+        """The configuration; ``ConfigError`` in the name of ``verb`` if nothing names one."""
+        if self.file is None and self.preset is None:
+            raise ConfigError(
+                f"{verb} needs a run file (terashard {verb} RUN.toml) or --preset"
+                f" {'|'.join(presets())}"
+            )
+        return load(self.file, self.overrides, self.preset)
 
 
 def parse(kind: type[Arguments], words: Sequence[str], program: str) -> Arguments:
@@ -104,11 +134,10 @@ def _sentence(message: str) -> str:
 def _refused(kind: type, word: str, program: str) -> ConfigError:
     """The error for an option that ``kind`` does not have, with the nearest one."""
     name = word.partition("=")[0]
-    close = get_close_matches(name.replace("_", "-"), _flags(kind), n=1)
+    close = closest(name.replace("_", "-"), _flags(kind))
     if not close and "overrides" in _names(kind):
         return unknown_option(word)
-    meant = f"did you mean {close[0]}?" if close else f"see {program} --help"
-    return ConfigError(f"there is no option {name}; {meant}")
+    return ConfigError(f"there is no option {name}; {did_you_mean(close, f'see {program} --help')}")
 
 
 def _help(kind: type, own: Sequence[str], program: str) -> NoReturn:

@@ -1,28 +1,21 @@
 """``terashard config show``: the configuration a run would have, whole or only what was chosen."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from terashard.cli.arguments import RunFile
 from terashard.config.load import build, layers, settings
 from terashard.config.write import differences, dump, to_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Show:
+class Show(RunFile):
     """Print the configuration that a run file, a preset and options make, as a run file."""
 
-    file: Annotated[
-        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml", help_behavior_hint="")
-    ] = None
-    """Run file; without it, the defaults and the preset."""
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Named settings below the run file: demo, small or tiny."""
     diff: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print only what differs from the defaults, and where it was said."""
-    overrides: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
 
 
 def run(arguments: Show) -> int:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from terashard.data.corpus import load_corpus
 from terashard.data.tokens import TokenInfo, prepare
-from terashard.units import show_bytes
+from terashard.units import show_bytes, show_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +75,16 @@ def _summary(args: Prepare, info: TokenInfo, files: int) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("documents", f"{info.documents:,} from {_count(files, 'file')}")
+    table.add_row("documents", f"{info.documents:,} from {show_count(files, 'file')}")
     table.add_row("tokens", f"{info.tokens:,}, {info.bytes_per_token:.3g} bytes of text each")
     table.add_row("vocabulary", f"{info.vocab_size:,}, stored as {info.dtype}")
     table.add_row("tokenizer", Text(_tokenizer(args)))
     table.add_row("size", show_bytes(info.file_bytes))
     table.add_row("folder", Text(str(args.out)))
     if info.replaced:
-        replaced = f"{_count(info.replaced, 'character')} could not be decoded as {args.encoding}"
+        replaced = (
+            f"{show_count(info.replaced, 'character')} could not be decoded as {args.encoding}"
+        )
         table.add_row("replaced", Text(replaced, style="yellow"))
     return table
 
@@ -95,7 +97,3 @@ def _next_step(out: Path) -> Text:
     return Text.assemble(
         "\nTo train on it, write into a run file:\n", f'  [data]\n  train = "{out}"'
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

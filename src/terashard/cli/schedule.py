@@ -2,39 +2,31 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from rich.console import Console
-from rich.text import Text
 
-from terashard.config.load import load, presets
+from terashard.cli.arguments import RunFile
 from terashard.config.schema import RunConfig
 from terashard.errors import ConfigError, ScheduleError
-from terashard.plan.plan import Plan, plan_of, stage_units
-from terashard.schedule.check import check
-from terashard.schedule.draw import Picture, Scale, draw
-from terashard.schedule.progress import Sends
-from terashard.schedule.schedule import Schedule
-from terashard.schedule.text import parse
-from terashard.spec.model import describe
+from terashard.units import show_count
+
+if TYPE_CHECKING:  # numpy and rich come with these; --help does without
+    from rich.console import Console
+
+    from terashard.plan.plan import Plan
+    from terashard.schedule.draw import Picture
+    from terashard.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Show:
+class Show(RunFile):
     """Draw one training step of a run: what every pipeline rank computes, and when."""
 
-    file: Annotated[
-        Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN.toml", help_behavior_hint="")
-    ] = None
-    """Run file (TOML)."""
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Named settings below the run file: demo, small or tiny."""
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the list of actions instead, with transfers and sharding, as `check` reads it."""
     width: Annotated[int | None, tyro.conf.arg(metavar="LETTERS", help_behavior_hint="")] = None
     """Width of the picture; by default that of the terminal, or 100."""
-    overrides: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +35,9 @@ class Check:
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """A schedule, as `terashard schedule show --list` prints it."""
-    sends: Annotated[Sends, tyro.conf.arg(help_behavior_hint="")] = "buffered"
+    sends: Annotated[Literal["buffered", "blocking"], tyro.conf.arg(help_behavior_hint="")] = (
+        "buffered"
+    )
     """blocking: a send returns only when its receiver is there; buffered: at once."""
 
 
@@ -53,12 +47,13 @@ def run(arguments: Show | Check) -> int:
 
 
 def _show(arguments: Show) -> int:
-    if arguments.file is None and arguments.preset is None:
-        raise ConfigError(
-            "schedule show needs a run file (terashard schedule show RUN.toml) or --preset"
-            f" {'|'.join(presets())}"
-        )
-    config = load(arguments.file, arguments.overrides, arguments.preset)
+    from rich.console import Console
+    from rich.text import Text
+
+    from terashard.plan.plan import plan_of
+    from terashard.schedule.draw import Scale, draw
+
+    config = arguments.load("schedule show")
     plan = plan_of(config, config.model.num_layers)
     schedule = _schedule(config, plan)
     if arguments.list:
@@ -77,49 +72,52 @@ def _show(arguments: Show) -> int:
 _LEGEND = "F is a forward cell, B a backward one, with micro-batch and slice; dots are idle."
 
 
-def picture_of(config: RunConfig, plan: Plan, console: Console) -> Picture:
+def picture_of(config: RunConfig, plan: "Plan", console: "Console") -> "Picture":
     """The step of a run, as wide as ``console`` is."""
+    from terashard.schedule.draw import Scale, draw
+
     return draw(_schedule(config, plan), Scale(width=_width(console)))
 
 
-def _width(console: Console) -> int:
+def _width(console: "Console") -> int:
     return console.width if console.is_terminal else 100
 
 
-def _schedule(config: RunConfig, plan: Plan) -> Schedule:
+def _schedule(config: RunConfig, plan: "Plan") -> "Schedule":
     """The step's schedule; the vocabulary, which only the data knows, plays no part in it."""
+    from terashard.plan.plan import stage_units
+    from terashard.spec.model import describe
+
     size, tokens = config.model.vocab_size or 1, config.batch.tokens
     spec = describe(config.model, vocab_size=size, max_length=tokens)
     return plan.schedule(stage_units(spec, plan))
 
 
-def title(plan: Plan) -> str:
+def title(plan: "Plan") -> str:
     """Order and ranks of a plan, in one line."""
     return (
-        f"{plan.order}: {_count(plan.stages, 'stage')}"
-        f" x {_count(plan.shards, 'shard')} x {_count(plan.replicas, 'replica')}"
+        f"{plan.order}: {show_count(plan.stages, 'stage')}"
+        f" x {show_count(plan.shards, 'shard')} x {show_count(plan.replicas, 'replica')}"
     )
 
 
-def cut(plan: Plan) -> str:
+def cut(plan: "Plan") -> str:
     """How a data-parallel rank's sequences are cut, equal micro-batches counted together."""
     parts = []
     for micro in dict.fromkeys(plan.partition):
         times = plan.partition.count(micro)
         lengths = " + ".join(map(str, micro.slices))
         parts.append(
-            f"{_count(times, 'micro-batch')} of {_count(micro.sequences, 'sequence')}"
-            f" in {_count(len(micro.slices), 'slice')} ({lengths} tokens)"
+            f"{show_count(times, 'micro-batch')} of {show_count(micro.sequences, 'sequence')}"
+            f" in {show_count(len(micro.slices), 'slice')} ({lengths} tokens)"
         )
     return "; ".join(parts)
 
 
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
 def _check(arguments: Check) -> int:
+    from terashard.schedule.check import check
+    from terashard.schedule.text import parse
+
     try:
         text = arguments.file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as cause:
@@ -133,7 +131,7 @@ def _check(arguments: Check) -> int:
     grid = schedule.grid
     cells = grid.num_stages * sum(grid.num_slices)
     print(
-        f"{arguments.file} is right: {len(schedule)} actions on {_count(grid.ranks, 'rank')},"
-        f" {_count(cells, 'cell')}, {arguments.sends} sends"
+        f"{arguments.file} is right: {len(schedule)} actions on {show_count(grid.ranks, 'rank')},"
+        f" {show_count(cells, 'cell')}, {arguments.sends} sends"
     )
     return 0

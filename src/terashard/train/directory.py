@@ -24,15 +24,17 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from terashard.config.load import load
 from terashard.config.schema import RunConfig
 from terashard.config.write import dump, versions
 from terashard.errors import CommunicationError, ConfigError, RunError, TerashardError
 from terashard.files import replace_text, writing
-from terashard.plan.plan import Plan
 from terashard.train.record import read_lines
+
+if TYPE_CHECKING:
+    from terashard.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class RunDirectory:
             " choose another for a new run with --run.directory"
         )
 
-    def describe(self, config: RunConfig, plan: Plan) -> None:
+    def describe(self, config: RunConfig, plan: "Plan") -> None:
         """Write configuration, versions and plan: the run has been found possible."""
         replace_text(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
         replace_text(self.path / "config.toml", dump(config))

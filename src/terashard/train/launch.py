@@ -26,24 +26,26 @@ from terashard.config.write import dump
 from terashard.errors import CheckpointError, ConfigError, RunError
 from terashard.files import replace_text
 from terashard.plan.plan import Plan
+from terashard.spec.model import ModelSpec
+from terashard.train import preflight
 from terashard.train.directory import RunDirectory
 from terashard.train.failure import advice, explain, own_message
 from terashard.train.optimizer import check_optimizer
+from terashard.train.preflight import require_work, threads_each
 from terashard.train.samples import Samples
 from terashard.train.state import Progress, require_match, require_same_samples
 from terashard.train.stop import StopFlag, hold_back_signals
-from terashard.train.trainer import require_work
-from terashard.train.worker import Place, leave, model_and_plan
+from terashard.train.worker import Place, leave
 from terashard.train.worker import work as _work
 
 
 def launch(config: RunConfig, processes: int | None = None) -> int:
     """Start a new run and wait for it; returns its exit code."""
-    config, plan = _anywhere(config), check(config)
+    config, (_, plan) = _anywhere(config), check(config, processes)
     directory = RunDirectory(Path(config.run.directory))
     with directory.create():
         directory.describe(config, plan)
-        return _launch(config, directory, processes or plan.processes, resume=False)
+        return _launch(config, directory, plan.processes, resume=False)
 
 
 def resume(path: Path, overrides: tuple[str, ...] = (), flag: StopFlag | None = None) -> int:
@@ -70,7 +72,7 @@ def work(config: RunConfig, flag: StopFlag) -> int:
         raise ConfigError(
             "under torchrun every rank must know where to write: give --run.directory"
         )
-    config, plan = _anywhere(config), check(config)
+    config, (_, plan) = _anywhere(config), check(config)
     directory = RunDirectory(Path(config.run.directory))
     if Place.of_environment().rank:
         _wait_for(directory.path / "lock", config.run.timeout)
@@ -89,18 +91,17 @@ def _anywhere(config: RunConfig) -> RunConfig:
     return replace(config, data=replace(config.data, train=train, validation=validation))
 
 
-def check(config: RunConfig) -> Plan:
-    """Refuse a run that cannot be; returns how it is cut."""
-    spec, plan = model_and_plan(config)
+def check(config: RunConfig, processes: int | None = None) -> tuple[ModelSpec, Plan]:
+    """Refuse a run that cannot be; returns what the model is and how it is cut."""
+    spec, plan = preflight.check(config, processes)
     Samples.of(config).steps(config)
     check_optimizer(config.optimizer, spec)
-    return plan
+    return spec, plan
 
 
 def check_resume(config: RunConfig, directory: RunDirectory) -> Plan:
     """Refuse a resume that cannot be; returns how the run is cut from now on."""
-    plan = check(config)
-    spec, _ = model_and_plan(config)
+    spec, plan = check(config)
     try:
         checkpoint = Checkpoint.open(find_latest(directory.checkpoints))
         step = Progress.of(checkpoint).step
@@ -118,7 +119,7 @@ def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resum
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     directory.begin()
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.run.threads or _threads(processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(config.run, processes)))
     words = ["-m", "terashard.train", str(directory.path), *["--resume"] * resume]
     try:
         with hold_back_signals():
@@ -191,7 +192,3 @@ def _wait_for(file: Path, timeout: float) -> None:
                 " that all ranks share?"
             )
         time.sleep(0.05)
-
-
-def _threads(processes: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // processes)

@@ -10,7 +10,8 @@ from terashard.comm.mesh import Mesh
 from terashard.config.schema import RunConfig
 from terashard.data.batches import Batch, Cursor, SequenceSource, batch, held_out
 from terashard.data.tokens import TokenFolder
-from terashard.errors import ConfigError, DataError
+from terashard.errors import DataError
+from terashard.train.preflight import require_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +62,13 @@ class Samples:
     def steps(self, config: RunConfig) -> int:
         """Steps of the whole run, rounded up."""
         train = config.train
+        require_length(train)
         if train.steps is not None:
             return train.steps
         if train.tokens is not None:
             return math.ceil(train.tokens / (self.sequences * self.training.length))
-        if train.epochs is not None:
-            return math.ceil(train.epochs * self.training.num_samples / self.sequences)
-        raise ConfigError(
-            "the run has no length; give one of train.steps, train.tokens, train.epochs"
-        )
+        assert train.epochs is not None
+        return math.ceil(train.epochs * self.training.num_samples / self.sequences)
 
     def draw(self, cursor: Cursor, rows: range) -> Batch:
         """Rows ``rows`` of the global batch at ``cursor``."""

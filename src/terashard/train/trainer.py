@@ -15,7 +15,7 @@ from typing import Literal
 from terashard.checkpoint.load import Checkpoint
 from terashard.checkpoint.save import save
 from terashard.config.schema import RunConfig
-from terashard.errors import CommunicationError, ConfigError, RunError
+from terashard.errors import CommunicationError, RunError
 from terashard.files import replace_text
 from terashard.nn.loss import CrossEntropy
 from terashard.runtime.pipeline import Pipeline, StepResult
@@ -24,6 +24,7 @@ from terashard.train import state
 from terashard.train.callbacks import load_callback
 from terashard.train.directory import RunDirectory
 from terashard.train.optimizer import build_optimizer, set_rate
+from terashard.train.preflight import require_work
 from terashard.train.progress import Display
 from terashard.train.rate import part_of_peak
 from terashard.train.record import Metrics, StepRecord
@@ -240,12 +241,3 @@ class Trainer:
         self.say(f"stopped after step {step} of {self.steps} and saved: {losses}")
         self.say(f"go on with: terashard resume {path}")
         return "stopped"
-
-
-def require_work(step: int, steps: int) -> None:
-    """Refuse a run whose ``steps`` are all done."""
-    if step >= steps:
-        raise ConfigError(
-            f"the run has done {step} of {steps} steps and is complete; give a greater"
-            " --train.steps to go on"
-        )

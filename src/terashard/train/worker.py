@@ -16,18 +16,18 @@ from terashard.comm.ping import ping
 from terashard.config.load import load
 from terashard.config.schema import RunConfig
 from terashard.config.write import versions
-from terashard.data.tokens import TokenFolder
 from terashard.errors import ConfigError, TerashardError
 from terashard.nn.attention import self_check
 from terashard.nn.build import build_stage
 from terashard.nn.init import Initialiser
 from terashard.nn.loss import CrossEntropy
 from terashard.nn.protocols import StageModule
-from terashard.plan.plan import Plan, plan_of
+from terashard.plan.plan import Plan
 from terashard.runtime.pipeline import Pipeline
 from terashard.shard.precision import Precision
-from terashard.spec.model import ModelSpec, describe
+from terashard.spec.model import ModelSpec
 from terashard.train.directory import RunDirectory
+from terashard.train.preflight import model_and_plan, threads_each
 from terashard.train.progress import display_for
 from terashard.train.state import fill_from
 from terashard.train.stop import StopFlag
@@ -96,7 +96,7 @@ def work(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume: 
 def train(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume: bool) -> None:
     """Train as the rank that the environment names, to the end or until asked to stop."""
     place = Place.of_environment()
-    torch.set_num_threads(config.run.threads or _threads(place))
+    torch.set_num_threads(threads_each(config.run, place.local_size))
     spec, plan = model_and_plan(config)
     mesh = Mesh.of_processes(
         replicas=plan.replicas,
@@ -129,13 +129,6 @@ def train(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume:
     mesh.world.barrier()
     flag.rest()
     mesh.close()
-
-
-def model_and_plan(config: RunConfig) -> tuple[ModelSpec, Plan]:
-    """What the model is, and how the run is cut."""
-    vocab_size = TokenFolder.open(config.data.train).vocab_size
-    spec = describe(config.model, vocab_size=vocab_size, max_length=config.batch.tokens)
-    return spec, plan_of(config, config.model.num_layers)
 
 
 def build_pipeline(
@@ -191,10 +184,6 @@ def _neighbours(mesh: Mesh, place: Place) -> dict[int, int]:
         for rank, (machine, process) in enumerate(told)
         if machine == place.machine and rank != mesh.rank
     }
-
-
-def _threads(place: Place) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // place.local_size)
 
 
 def _device(config: RunConfig, place: Place) -> torch.device:

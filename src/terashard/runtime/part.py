@@ -67,11 +67,6 @@ class Part:
         )
 
 
-def is_down(action: Send | Receive) -> bool:
-    """Whether an activation travels, and no gradient."""
-    return action.way == "down"
-
-
 def _first_uses(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple[UnitKey, ...]]:
     arriving: set[UnitKey] = set()
     for action in actions:

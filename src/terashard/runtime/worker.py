@@ -19,7 +19,7 @@ from terashard.comm.mesh import Mesh
 from terashard.errors import CommunicationError, RunError
 from terashard.nn.loss import Loss
 from terashard.runtime.mail import Mail
-from terashard.runtime.part import Part, is_down
+from terashard.runtime.part import Part
 from terashard.runtime.stage import Stage
 from terashard.schedule.actions import (
     Action,
@@ -32,6 +32,7 @@ from terashard.schedule.actions import (
     Release,
     Send,
     UnitKey,
+    Way,
 )
 from terashard.schedule.schedule import Schedule
 from terashard.shard.sums import Sums
@@ -52,7 +53,7 @@ class Worker:
         self.rank = mesh.coordinates.stage
         self._parts: dict[bool, Part] = {}
         self._sums = Sums()
-        self._values: dict[tuple[Cell, bool], Tensor] = {}
+        self._values: dict[tuple[Cell, Way], Tensor] = {}
         self._failure: str | None = None
 
     def run(self, schedule: Schedule, tokens: Tensor, targets: Tensor, loss: Loss) -> Timeline:
@@ -113,16 +114,16 @@ class Worker:
     def _perform(self, action: Action, mail: Mail) -> None:
         match action:
             case Forward(cell):
-                x = self._values.pop((cell, True), None) if action.segment == 0 else None
+                x = self._values.pop((cell, "down"), None) if action.segment == 0 else None
                 self._pass_on(cell, self.stages[cell.stage].forward(action, x), forward=True)
             case Backward(cell):
-                dy = self._values.pop((cell, False), None)
+                dy = self._values.pop((cell, "up"), None)
                 self._pass_on(cell, self.stages[cell.stage].backward(action, dy), forward=False)
-            case Send(cell, to):
-                there = Cell(to, cell.micro, cell.slice)
-                mail.send(action, self._values.pop((there, is_down(action))))
+            case Send():
+                there = action.receive().cell
+                mail.send(action, self._values.pop((there, action.way)))
             case Receive(cell):
-                self._values[cell, is_down(action)] = mail.receive(action)
+                self._values[cell, action.way] = mail.receive(action)
             case Gather(unit):
                 self._unit(unit).gather()
             case Release(unit):
@@ -137,7 +138,7 @@ class Worker:
         """Keep what a cell made under the cell that wants it, on the stage after or before."""
         if made is not None:
             there = Cell(cell.stage + (1 if forward else -1), cell.micro, cell.slice)
-            self._values[there, forward] = made
+            self._values[there, "down" if forward else "up"] = made
 
     def _end(self, part: Part, mail: Mail) -> None:
         for send, work in mail.unfinished():
@@ -193,7 +194,7 @@ class Worker:
     def _doing(self, action: Action) -> str:
         match action:
             case Receive(cell, source):
-                what = "the activation" if is_down(action) else "the gradient"
+                what = "the activation" if action.way == "down" else "the gradient"
                 peer = self._neighbour(source)
                 return f"{action}, which waits for {what} of cell {cell} from {peer},"
             case Send(cell, to):

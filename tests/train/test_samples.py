@@ -125,5 +125,5 @@ def test_the_length_of_a_run_is_rounded_up_to_steps(
 
 
 def test_a_run_without_length_is_refused(config: RunConfig) -> None:
-    with pytest.raises(ConfigError, match="no length; give train\.steps"):
+    with pytest.raises(ConfigError, match=r"no length; give train\.steps"):
         Samples.of(config).steps(config)

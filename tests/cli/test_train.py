@@ -88,7 +88,7 @@ def test_resume_hands_over_the_directory_and_the_options(launcher: Launcher) -> 
     ("words", "message"),
     [
         (["train", "--preset", "tiny"], "data.train is empty; name a folder that"),
-        ([*WORDS, "--data.train", "nowhere"], "nowhere holds no prepared tokens"),
+        ([*WORDS, "--data.train", "nowhere"], "nowhere does not exist"),
         ([*WORDS, "--train.steps", "none"], "the run has no length; give train.steps"),
         ([*WORDS, "-n", "3"], "-n 3 does not match parallel: 1 replicas x 1 stages x 1 shards = 1"),
         ([*WORDS, "--run.directory", "tokens"], "the run directory tokens exists; go on with"),

@@ -143,7 +143,7 @@ def test_a_directory_that_is_no_run_is_not_resumed(
         (["--train.steps", "3"], "the run has done 3 of 3 steps and is complete; give a greater"),
         (["--parallel.stages", "3"], "parallel.stages = 3 is more than the model's 2 layers"),
         (["--run.directory", "other"], "a run goes on where it is: leave --run.directory out"),
-        (["--data.train", "nowhere"], "nowhere holds no prepared tokens"),
+        (["--data.train", "nowhere"], "nowhere does not exist"),
     ],
 )
 def test_a_resume_that_cannot_be_is_refused_and_changes_nothing(

@@ -31,6 +31,9 @@ def test_a_new_directory_is_made_with_its_parents(directory: RunDirectory) -> No
 def test_a_directory_in_which_a_step_was_done_is_refused(directory: RunDirectory) -> None:
     with directory.create():
         directory.metrics.write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match=r"never saved a checkpoint: .* `rm -r .*one`"):
+        directory.create()
+    directory.checkpoints.mkdir()
     with pytest.raises(
         ConfigError, match=r"exists; go on with `terashard resume .*one`, or choose"
     ):

@@ -1,5 +1,6 @@
 """``terashard demo``: the main job on real text, on this machine, in two minutes."""
 
+import shlex
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -153,7 +154,7 @@ def _show_result(console: "Console", config: RunConfig, tables: "Baseline") -> i
             soft_wrap=True,
         )
     console.print(f"run directory {run_directory}\n", soft_wrap=True)
-    _show_next(console, config)
+    _show_next(console, config, finished=held_out is not None)
     return 0
 
 
@@ -163,11 +164,13 @@ def _twice(train: TrainConfig) -> str:
     return f"--train.{length} {2 * getattr(train, length)}"
 
 
-def _show_next(console: "Console", config: RunConfig) -> None:
+def _show_next(console: "Console", config: RunConfig, *, finished: bool) -> None:
     _heading(console, "Next", "")
-    longer = f"terashard resume {config.run.directory} {_twice(config.train)}"
+    resume = f"terashard resume {shlex.quote(config.run.directory)}"
     steps = (
-        ("train on, twice as long", longer),
+        ("train on, twice as long", f"{resume} {_twice(config.train)}")
+        if finished
+        else ("finish this run", resume),
         ("prepare text of your own", "terashard data prepare PATH... -o tokens"),
         ("train a run of your own", "terashard train RUN.toml"),
         ("see how a step is cut", "terashard schedule show --preset demo --parallel.slices 8"),

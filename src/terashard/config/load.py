@@ -141,7 +141,7 @@ def _preset_layer(name: str | None) -> list[Layer]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # some editors put a byte-order mark
     except FileNotFoundError:
         preset = f"--preset {path}" if str(path) in presets() else None
         hint = did_you_mean(preset) or "name a TOML file"

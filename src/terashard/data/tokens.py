@@ -113,6 +113,11 @@ class TokenFolder:
     def open(cls, path: str | Path) -> Self:
         """Open what ``prepare`` wrote; ``DataError`` if missing, damaged or of another version."""
         folder = Path(path)
+        if not folder.exists():
+            raise DataError(
+                f"{folder} does not exist (seen from {Path.cwd()}); name a folder that"
+                f" `terashard data prepare PATH... -o {folder}` has made"
+            )
         if not (folder / "tokens.json").is_file():
             raise DataError(
                 f"{folder} holds no prepared tokens;"

@@ -20,6 +20,7 @@ used again under the same name: nothing is lost but the logs of the failure, whi
 
 import fcntl
 import json
+import shlex
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,10 +57,14 @@ class RunDirectory:
         """Refuse a directory that holds a run, or anything else."""
         if not self.path.exists() or self._is_unused():
             return
-        raise ConfigError(
-            f"the run directory {self.path} exists; go on with `terashard resume {self.path}`,"
-            " or choose another with --run.directory"
+        quoted = shlex.quote(str(self.path))
+        way_on = (
+            f"go on with `terashard resume {quoted}`, or choose another with --run.directory"
+            if self.checkpoints.exists() or not (self.path / "lock").exists()
+            else "its run never saved a checkpoint: choose another with --run.directory, or remove"
+            f" it with `rm -r {quoted}`"
         )
+        raise ConfigError(f"the run directory {self.path} exists; {way_on}")
 
     def _is_unused(self) -> bool:
         """Whether it is empty, or left by a run that failed before its first step."""

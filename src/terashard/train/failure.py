@@ -5,6 +5,7 @@ exit code tells. A rank that only lost another says where it waited, which is wo
 rank that it waited for said nothing.
 """
 
+import shlex
 import signal
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,8 @@ def explain(directory: RunDirectory, codes: Mapping[int, int]) -> TerashardError
         lines += [_line(error) for error in errors[:2]]
     if not lines:
         lines = [f"workers ended with the exit codes {dict(sorted(codes.items()))}"]
-    return RunError("\n".join([*lines, f"logs: {directory.path / 'logs'}", advice(directory)]))
+    way_on = _older(directory) if own and own[0]["kind"] == "CheckpointError" else advice(directory)
+    return RunError("\n".join([*lines, f"logs: {directory.path / 'logs'}", way_on]))
 
 
 def advice(directory: RunDirectory) -> str:
@@ -46,7 +48,22 @@ def advice(directory: RunDirectory) -> str:
         found = find_latest(directory.checkpoints)
     except CheckpointError:
         return "no checkpoint was written yet"
-    return f"go on from {found.name} with: terashard resume {directory.path}"
+    return f"go on from {found.name} with: {resume_command(directory)}"
+
+
+def resume_command(directory: RunDirectory) -> str:
+    """What to type to go on; ready to be pasted."""
+    return f"terashard resume {shlex.quote(str(directory.path))}"
+
+
+def _older(directory: RunDirectory) -> str:
+    """How to go on when the newest checkpoint may be the one that is damaged."""
+    folder = directory.checkpoints
+    names = sorted(path.name for path in folder.glob("step-*") if path.suffix != ".tmp")
+    return (
+        f"checkpoints: {', '.join(names) or 'none'}; `terashard resume` takes the one that"
+        f" {folder / 'latest'} names: write the name of an older one there to go on from it"
+    )
 
 
 def own_message(directory: RunDirectory, rank: int) -> str:

@@ -119,6 +119,7 @@ def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resum
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     directory.begin()
+    print(f"run directory {directory.path}; starting {processes} processes", flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(config.run, processes)))
     words = ["-m", "terashard.train", str(directory.path), *["--resume"] * resume]
     try:

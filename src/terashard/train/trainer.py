@@ -23,6 +23,7 @@ from terashard.simulate.timeline import Timeline
 from terashard.train import state
 from terashard.train.callbacks import load_callback
 from terashard.train.directory import RunDirectory
+from terashard.train.failure import resume_command
 from terashard.train.optimizer import build_optimizer, set_rate
 from terashard.train.preflight import require_work
 from terashard.train.progress import Display
@@ -85,9 +86,11 @@ class Trainer:
         require_work(self.progress.step, self.steps)
         if self.leads:
             self._metrics = Metrics(self.directory.metrics, after_step=self.progress.step)
-        began = time.monotonic()
+        began, first = time.monotonic(), self.progress.step + 1
         self._display.start(self.progress.step, self.steps)
         self._flag.begin(lambda: self.say("stopping after this step; once more stops at once"))
+        if not self.config.checkpoint.every:
+            self.say("checkpoints: at the end, and when stopped (checkpoint.every = 0)")
         if self.samples.held_out is None:
             self.say(f"no evaluation: nothing is held out ({self.samples.nothing_held_out})")
         try:
@@ -102,7 +105,7 @@ class Trainer:
                 self._metrics.close()
         if self._fault:
             raise RunError(f"{self._fault}: stopped, as train.non_finite says, and saved")
-        return self._conclude(time.monotonic() - began)
+        return self._conclude(first, time.monotonic() - began)
 
     def evaluate(self) -> float | None:
         """Cross-entropy per target token of the held-out batches; None if nothing is held out."""
@@ -227,17 +230,20 @@ class Trainer:
         rest = str(cause).removeprefix(f"{mesh}, ").removeprefix(f"rank {mesh.rank}, ")
         return CommunicationError(f"{mesh}, after step {self.progress.step}, {rest}")
 
-    def _conclude(self, seconds: float) -> Literal["finished", "stopped"]:
+    def _conclude(self, first: int, seconds: float) -> Literal["finished", "stopped"]:
         """Say how it ended and what to do next."""
         assert self._last is not None
         losses = f"loss {self._last.loss:.4f}"
         if self._last.held_out_loss is not None:
             losses += f", held-out loss {self._last.held_out_loss:.4f}"
+        if self.progress.non_finite:
+            losses += f"; {self.progress.non_finite} steps were not finite"
         path, step = self.directory.path, self.progress.step
         if step >= self.steps:
-            self.say(f"finished {self.steps} steps in {show_seconds(seconds)}: {losses}")
+            done = f"steps {first} to {step}" if first > 1 else f"{step} steps"
+            self.say(f"finished {done} in {show_seconds(seconds)}: {losses}")
             self.say(f"run directory: {path}")
             return "finished"
         self.say(f"stopped after step {step} of {self.steps} and saved: {losses}")
-        self.say(f"go on with: terashard resume {path}")
+        self.say(f"go on with: {resume_command(self.directory)}")
         return "stopped"

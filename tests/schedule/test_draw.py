@@ -43,7 +43,7 @@ def test_what_is_too_wide_is_cut_off_and_says_so():
     lines = drawn(FULL, width=50)
     assert max(map(len, lines)) <= 50
     assert lines[1] == "rank 0  F00 F01 F02 F03 F10 F11 F12 ·   ·   ·"
-    assert lines[-1] == "… 10 of 22 steps; a wider picture shows more"
+    assert lines[-1] == "… 10 of 22 steps; a wider one (--width) shows more"
 
 
 def test_a_backward_of_two_steps_is_twice_as_wide():

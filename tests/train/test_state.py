@@ -220,3 +220,59 @@ def test_steps_are_counted_where_torch_counts_them(
 ) -> None:
     """All numbers went to the GPU: a plain optimizer then waits for it at every parameter."""
     assert scalar_device(key, group, torch.device("cuda")) == torch.device(home)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [("AdamW", "amsgrad"), ("RMSprop", "momentum"), ("RMSprop", "centered")]
+)
+def test_an_option_whose_state_was_never_kept_is_refused(
+    name: str, option: str, tmp_path: Path
+) -> None:
+    """The resume ended with a KeyError at its first step."""
+    words = ("--optimizer.name", name, "--train.steps", "1")
+    train(config_of(tmp_path, *words), tmp_path / "run")
+    checkpoint = Checkpoint.open(find_latest(tmp_path / "run" / "checkpoints"))
+    value = "0.5" if option == "momentum" else "true"
+    options = f"{{{option} = {value}}}"
+    group = f'[{{match = "layers.1.*", options = {options}}}]'
+    for more in (("--optimizer.options", options), ("--optimizer.groups", group)):
+        other = config_of(tmp_path, *words, *more)
+        with pytest.raises(ConfigError, match=rf"{option} = .* leave {option} as it was"):
+            require_match(checkpoint, model_and_plan(other)[0], other)
+
+
+def test_a_run_goes_on_in_another_precision(
+    saved: tuple[Checkpoint, RunConfig], tmp_path: Path
+) -> None:
+    """The moments stayed float32, and no kernel took them with float64 parameters."""
+    double = config_of(tmp_path, "--train.steps", "2", "--train.precision", "fp64")
+    assert len(train(double, tmp_path / "run", resume=True)) == 2
+    kept = {v.dtype for n, v in contents(tmp_path / "run").items() if "exp_avg" in n}
+    assert kept == {torch.float64}
+
+
+def test_momentum_may_begin_late_where_torch_lets_it(tmp_path: Path) -> None:
+    words = ("--optimizer.name", "SGD", "--train.steps")
+    train(config_of(tmp_path, *words, "1"), tmp_path / "run")
+    later = config_of(tmp_path, *words, "2", "--optimizer.options", "{momentum = 0.5}")
+    checkpoint = Checkpoint.open(find_latest(tmp_path / "run" / "checkpoints"))
+    require_match(checkpoint, model_and_plan(later)[0], later)
+    assert len(train(later, tmp_path / "run", resume=True)) == 2
+
+
+def test_a_resume_replaces_the_configuration_only_after_a_step(
+    saved: tuple[Checkpoint, RunConfig], tmp_path: Path
+) -> None:
+    """A resume that failed at once left its own settings, and the next one failed of them too."""
+    longer = config_of(tmp_path, "--train.steps", "3")
+    _, plan = model_and_plan(longer)
+    written = tmp_path / "run" / "config.toml"
+    seen: list[bool] = []
+
+    def prepare(trainer: Trainer, flag: StopFlag) -> None:
+        trainer.callbacks.append(lambda trainer, record: seen.append(written.exists()))
+        worker._describe(trainer, plan, resumed=True)
+        seen.append(written.exists())
+
+    train(longer, tmp_path / "run", resume=True, prepare=prepare)
+    assert seen == [False, True, True]

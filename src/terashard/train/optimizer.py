@@ -64,6 +64,12 @@ def check_optimizer(config: OptimizerConfig, spec: ModelSpec) -> None:
     build_optimizer(config, empty)
 
 
+def options_of(config: OptimizerConfig, name: str) -> dict[str, Any]:
+    """The options that the parameter of the global ``name`` has, but rate and decay."""
+    group = next((g for g in config.groups if fnmatchcase(name, g.match)), None)
+    return {**config.options, **(group.options if group else {})}
+
+
 def set_rate(optimizer: torch.optim.Optimizer, part: float) -> None:
     """Set every group's learning rate to ``part`` of its own peak."""
     for group in optimizer.param_groups:

@@ -28,7 +28,11 @@ from terashard.errors import CheckpointError, ConfigError
 from terashard.runtime.pipeline import Pipeline
 from terashard.shard.materialise import Fill
 from terashard.spec.model import ModelSpec
+from terashard.train.optimizer import options_of
 from terashard.train.samples import Samples
+
+STATE_OF = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""Option of an optimizer → the state that it adds."""
 
 
 @dataclass(slots=True)
@@ -110,6 +114,22 @@ def require_match(checkpoint: Checkpoint, spec: ModelSpec, config: RunConfig) ->
             f"{checkpoint.path} has the state of {optimizer}, and optimizer.name ="
             f" {config.optimizer.name!r}; go on with the same optimizer"
         )
+    _require_state(checkpoint, spec, config)
+
+
+def _require_state(checkpoint: Checkpoint, spec: ModelSpec, config: RunConfig) -> None:
+    """Refuse options whose state torch makes at a parameter's first step only, if it is missing."""
+    stored = set(checkpoint.names())
+    for name in spec.parameters():
+        options = options_of(config.optimizer, name)
+        for option, key in STATE_OF.items():
+            counted = f"optimizer/step/{name}" in stored
+            if counted and options.get(option) and f"optimizer/{key}/{name}" not in stored:
+                raise ConfigError(
+                    f"{checkpoint.path} has no {key} of {name}, which the optimizer option {option}"
+                    f" = {options[option]} needs from the first step on; leave {option} as it was,"
+                    " or begin a new run"
+                )
 
 
 def require_same_samples(checkpoint: Checkpoint, samples: Samples) -> None:
@@ -195,7 +215,9 @@ def _read(mesh: Mesh, checkpoint: Checkpoint, path: str, parameter: nn.Parameter
     shape = checkpoint.shape(path)
     if not shape:
         return checkpoint.read(path)
-    value = torch.zeros_like(parameter, dtype=checkpoint.dtype(path), requires_grad=False)
+    stored = checkpoint.dtype(path)
+    dtype = parameter.dtype if stored.is_floating_point else stored  # train.precision may change
+    value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     rows = row_range(shape[0], mesh.shards, mesh.coordinates.shard)
     local = value.to_local() if isinstance(value, DTensor) else value
     local.copy_(checkpoint.read_rows(path, *rows))

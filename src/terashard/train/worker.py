@@ -29,6 +29,7 @@ from terashard.spec.model import ModelSpec
 from terashard.train.directory import RunDirectory
 from terashard.train.preflight import model_and_plan, threads_each
 from terashard.train.progress import display_for
+from terashard.train.record import StepRecord
 from terashard.train.state import fill_from
 from terashard.train.stop import StopFlag
 from terashard.train.trainer import Trainer
@@ -120,7 +121,7 @@ def train(config: RunConfig, directory: RunDirectory, flag: StopFlag, *, resume:
     log.info("%s of %s; versions: %s", mesh, plan, versions())
     mesh.world.barrier()
     if trainer.leads:
-        directory.describe(config, plan)
+        _describe(trainer, plan, resumed=resume)
         directory.write_status("running", trainer.progress.step)
     log.info("begins at step %d of %d", trainer.progress.step, trainer.steps)
     state = trainer.run()
@@ -162,6 +163,20 @@ def build_pipeline(
         if checkpoint is None
         else fill_from(checkpoint, spec),
     )
+
+
+def _describe(trainer: Trainer, plan: Plan, *, resumed: bool) -> None:
+    """Write what the run is; a resume has to do a step before it replaces what worked."""
+    if not resumed:
+        trainer.directory.describe(trainer.config, plan)
+        return
+    first = trainer.progress.step + 1
+
+    def once(trainer: Trainer, record: StepRecord) -> None:
+        if record.step == first:
+            trainer.directory.describe(trainer.config, plan)
+
+    trainer.callbacks.insert(0, once)
 
 
 def _loss(config: RunConfig) -> CrossEntropy:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from terashard.errors import RunError
 from terashard.nn.carry import KeyValueCarry, StateCarry
@@ -48,7 +49,7 @@ def test_slices_out_of_order_are_refused(order: list[TokenSlice]) -> None:
 
 def test_a_slice_that_never_ran_cannot_be_recomputed() -> None:
     again = TokenSlice(index=0, start=0, stop=2, total=6, recompute=True)
-    with pytest.raises(RunError, match="0 tokens of this sequence ran forward"):
+    with pytest.raises(RunError, match=r"0 tokens .* not put attention under torch\.utils\.check"):
         new_carry().write(again, rows(again), rows(again))
 
 
@@ -150,3 +151,59 @@ def test_a_state_taken_twice_is_owed_both_gradients(recompute: bool) -> None:
     ((root, gradient),) = carry.roots(0)
     assert root is state
     assert float(gradient) == 8.0
+
+
+def recomputed_in_slices(lengths: list[int], *, use_reentrant: bool) -> list[Tensor]:
+    """Gradients of input and parameters when ``checkpoint`` runs every slice twice."""
+    generator = torch.Generator().manual_seed(1)
+    unit, carry = Recurrent(), StateCarry()
+    for parameter in unit.parameters():
+        parameter.data.normal_(generator=generator)
+    x, cotangent = torch.randn(2, 2, 8, 3, generator=generator, dtype=torch.float64).unbind()
+    leaves = [part.clone().requires_grad_() for part in x.split(lengths, 1)]
+    where = slices_of(lengths)
+    outputs = [
+        checkpoint(unit, leaf, carry, here, use_reentrant=use_reentrant)
+        for leaf, here in zip(leaves, where, strict=True)
+    ]
+    for here in reversed(where):
+        roots = [(outputs[here.index], cotangent[:, here.start : here.stop])]
+        torch.autograd.backward(*zip(*roots, *carry.roots(here.index), strict=True))
+        carry.forget(here.index)
+    gradients = [torch.cat([leaf.grad for leaf in leaves], 1)]
+    return gradients + [parameter.grad for parameter in unit.parameters()]
+
+
+def test_a_recurrent_layer_under_checkpoint_matches_the_uncut_run() -> None:
+    """Regression: the recomputation took a new leaf, and gradients were off without an error."""
+    whole = recomputed_in_slices([8], use_reentrant=False)
+    cut = recomputed_in_slices([3, 2, 3], use_reentrant=False)
+    for want, found in zip(whole, cut, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_put_under_reentrant_checkpoint_is_refused() -> None:
+    recomputed_in_slices([8], use_reentrant=True)
+    with pytest.raises(RunError, match=r"slice 1 put 'state' while .* use_reentrant=False"):
+        recomputed_in_slices([3, 2, 3], use_reentrant=True)
+
+
+def test_a_state_that_was_put_detached_is_owed_nothing() -> None:
+    carry = StateCarry()
+    carry.put(FIRST, torch.ones(1))
+    state = carry.take(SECOND)
+    assert state is not None
+    (3 * state).sum().backward()
+    ((root, _),) = carry.roots(0)
+    assert not root.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_a_state_without_gradients_crosses_the_cut(dtype: torch.dtype) -> None:
+    """Regression: a counter was refused by ``requires_grad_``."""
+    carry = StateCarry()
+    carry.put(FIRST, torch.ones(2, dtype=dtype))
+    state = carry.take(SECOND)
+    assert state is not None
+    assert state.dtype == dtype
+    assert list(carry.roots(0)) == []

@@ -48,7 +48,8 @@ class KeyValueCarry:
         if not known:
             raise RunError(
                 f"slice {where.index} is tokens [{where.start}, {where.stop}), but {self._filled}"
-                " tokens of this sequence ran forward so far; its slices run in order, each once"
+                " tokens of this sequence ran forward so far; its slices run in order, each once:"
+                " do not put attention under torch.utils.checkpoint"
             )
         if self._rows is None:
             self._rows = self._empty(), self._empty()
@@ -107,21 +108,29 @@ class StateCarry:
         state = carry.take(where)            # None in the first slice
         …
         carry.put(where, new_state)
+
+    A unit may run under ``torch.utils.checkpoint`` with ``use_reentrant=False``. The reentrant form
+    runs forward without a graph, so a state put there could not be handed its gradient: refused.
     """
 
     def __init__(self) -> None:
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._leaves: dict[int, dict[str, Tensor]] = {}
+        self._ungraphed: set[tuple[int, str]] = set()
 
     def put(self, where: TokenSlice, tensor: Tensor, name: str = "state") -> None:
         """Leave ``tensor`` for the next slice; a recomputation puts it again."""
         self._outputs.setdefault(where.index, {})[name] = tensor
+        if torch.is_grad_enabled():
+            self._ungraphed.discard((where.index, name))
+        else:
+            self._ungraphed.add((where.index, name))
 
     def take(self, where: TokenSlice, name: str = "state") -> Tensor | None:
         """What the slice before left under ``name``, as a leaf; None in the first slice.
 
         A second call in the same slice, or in its recomputation, returns the same leaf: its
-        gradient is the sum over all uses.
+        gradient is the sum over all uses. Of a type that has no gradients it is a plain tensor.
         """
         if where.index == 0:
             return None
@@ -135,17 +144,24 @@ class StateCarry:
                 f"slice {where.index} takes {name!r}, which slice {where.index - 1} did not put;"
                 " every slice must put what the next one takes"
             ) from None
-        leaves[name] = left.detach().requires_grad_()
+        leaves[name] = left.detach().requires_grad_(left.is_floating_point() or left.is_complex())
         return leaves[name]
 
     def roots(self, index: int) -> Sequence[tuple[Tensor, Tensor]]:
         """What slice ``index`` left, each with the gradient that slice ``index + 1`` owes it."""
         outputs, leaves = self._outputs.get(index, {}), self._leaves.get(index + 1, {})
-        return [
-            (outputs[name], leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None
-        ]
+        owed = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        for name in owed:
+            if (index, name) in self._ungraphed:
+                raise RunError(
+                    f"slice {index} put {name!r} while gradients were off, and slice {index + 1}"
+                    " owes it one; use checkpoint with use_reentrant=False, or put it with"
+                    " gradients on (detached, if it shall have none)"
+                )
+        return [(outputs[name], gradient) for name, gradient in owed.items()]
 
     def forget(self, index: int) -> None:
         """Drop what slice ``index`` left, and the next slice's leaves of it."""
-        self._outputs.pop(index, None)
+        for name in self._outputs.pop(index, {}):
+            self._ungraphed.discard((index, name))
         self._leaves.pop(index + 1, None)

@@ -16,6 +16,8 @@ from terashard.train.stop import StopFlag
 
 WORDS = ["train", "--preset", "tiny", "--data.train", "tokens"]
 
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
 
 class Launcher(ModuleType):
     """Stands in for the module that starts processes."""
@@ -70,8 +72,8 @@ def test_the_run_directory_is_named_after_the_run_file(launcher: Launcher) -> No
 def test_under_torchrun_the_process_becomes_the_worker(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(StopFlag, "listen", lambda self: None)
     assert main(WORDS) == 8
     assert launcher.calls == [("work", load(None, WORDS[3:], "tiny"))]
@@ -118,3 +120,27 @@ def test_options_with_a_dot_are_overrides_up_to_the_next_option() -> None:
     )
     assert own == ["run.toml", "-n", "4", "--preset=a.b"]
     assert overrides == ["--a.b", "1", "-2", "--c.d=x", "--e.f"]
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("verb", ["train", "resume"])
+def test_a_launcher_that_left_half_its_variables_is_told(
+    verb: str,
+    name: str,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It ended with KeyError 'LOCAL_RANK', or with int('')."""
+    Path("run").mkdir()
+    Path("run/config.toml").write_text('preset = "tiny"')
+    for other, value in TORCHRUN.items():
+        monkeypatch.setenv(other, value)
+    monkeypatch.setenv(name, "")
+    assert main(WORDS if verb == "train" else ["resume", "run"]) == 2
+    assert f"but {name} is '', which is no number; start with" in capsys.readouterr().err
+    if name.startswith("LOCAL"):
+        monkeypatch.delenv(name)
+        assert main(WORDS if verb == "train" else ["resume", "run"]) == 2
+        assert f"but {name} is not set; start with" in capsys.readouterr().err
+    assert launcher.calls == []

@@ -10,6 +10,7 @@ import tyro
 
 from terashard.cli.arguments import RunFile
 from terashard.config.schema import RunConfig
+from terashard.errors import ConfigError
 from terashard.train.directory import RunDirectory
 from terashard.train.preflight import check
 from terashard.train.stop import StopFlag
@@ -55,7 +56,17 @@ def named(config: RunConfig, file: Path | None, preset: str | None) -> RunConfig
 
 def under_torchrun() -> bool:
     """Whether a launcher has started this process as one rank of several."""
-    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return False
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name)
+        if value is None or not value.isdecimal():
+            said = "not set" if value is None else f"{value!r}, which is no number"
+            raise ConfigError(
+                f"RANK and WORLD_SIZE are in the environment, as under torchrun, but {name} is"
+                f" {said}; start with torchrun, which sets them all, or `unset RANK WORLD_SIZE`"
+            )
+    return True
 
 
 def listening() -> StopFlag:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from terashard.comm.process import _cause
 from terashard.errors import CommunicationError, ConfigError, DataError, RunError
 from terashard.train.directory import RunDirectory
 from terashard.train.failure import explain, own_message
@@ -39,6 +40,17 @@ def test_a_killed_rank_is_named_with_who_waited(directory: RunDirectory) -> None
         "rank 1 was killed by SIGKILL",
         "rank 0 (stage 0) waits for rank 1",
     ]
+
+
+def test_a_rank_that_was_ended_because_it_did_not_answer_is_not_called_killed(
+    directory: RunDirectory,
+) -> None:
+    """A stopped process does not end on SIGTERM: the launcher's SIGKILL was given as the cause."""
+    waited = f"rank 0 waits for rank 1: {_cause(RuntimeError('Timed out waiting 3000ms'))}"
+    directory.write_error(0, CommunicationError(waited))
+    directory.write_error(2, CommunicationError("rank 2 waits for rank 0: it is gone"))
+    found = lines(directory, {0: 1, 1: -9, 2: 1})
+    assert found[:2] == ["rank 1 did not answer and was ended", waited]
 
 
 def test_a_rank_that_did_not_answer_is_named(directory: RunDirectory) -> None:

@@ -7,7 +7,7 @@ rank that it waited for said nothing.
 
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terashard.checkpoint.load import find_latest
@@ -26,6 +26,9 @@ WRONG_INPUT: Mapping[str, type[TerashardError]] = {
     kind.__name__: kind for kind in (ConfigError, PlanError, DataError)
 }
 
+LATE = "nothing came in time"
+"""What a rank writes down that waited for another in vain."""
+
 
 def explain(directory: RunDirectory, codes: Mapping[int, int]) -> TerashardError:
     """The error of a run whose ranks ended with ``codes``: rank → exit code, below 0 a signal."""
@@ -33,7 +36,7 @@ def explain(directory: RunDirectory, codes: Mapping[int, int]) -> TerashardError
     own = [error for error in errors if not error["secondary"]]
     if own and own[0]["kind"] in WRONG_INPUT:
         return WRONG_INPUT[own[0]["kind"]](str(own[0]["message"]))
-    lines = [_line(own[0])] if own else _silent(codes, {error["rank"] for error in errors})
+    lines = [_line(own[0])] if own else _silent(codes, errors)
     if not own:
         lines += [_line(error) for error in errors[:2]]
     if not lines:
@@ -72,11 +75,15 @@ def own_message(directory: RunDirectory, rank: int) -> str:
     return _line(found[0]) if found else f"rank {rank} failed"
 
 
-def _silent(codes: Mapping[int, int], told: set[int]) -> list[str]:
-    """Ranks that died or stayed behind without a word."""
-    lines = []
+def _silent(codes: Mapping[int, int], errors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Ranks that died or stayed behind without a word; ``errors`` of the others, in time."""
+    told, lines = {error["rank"] for error in errors}, []
+    late = bool(errors) and LATE in str(errors[0]["message"])
     for rank, code in sorted(codes.items()):
-        if code < 0 and code != -signal.SIGTERM and rank not in told:
+        if code == -signal.SIGKILL and late and rank not in told:
+            # the launcher kills what does not end on SIGTERM: a stopped process cannot
+            lines.append(f"rank {rank} did not answer and was ended")
+        elif code < 0 and code != -signal.SIGTERM and rank not in told:
             lines.append(f"rank {rank} was killed by {signal.Signals(-code).name}")
         elif code == LEFT_BEHIND:
             lines.append(f"rank {rank} did not answer; the end of its log shows where it was")

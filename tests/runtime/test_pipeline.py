@@ -1,5 +1,7 @@
 """The public face: what fits is exact, frozen or not; what does not fit is refused on all ranks."""
 
+import copy
+import io
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -218,7 +220,7 @@ def test_weights_that_are_no_longer_tied_are_noticed() -> None:
         pipeline = setting.pipeline(mesh)
         pipeline.require_equal_ties()
         if mesh.rank == 1:
-            pipeline.state_dict()["head.output.weight"].data.to_local()[3, 5] += 1e-6
+            dict(pipeline.named_parameters())["head.output.weight"].data.to_local()[3, 5] += 1e-6
         with pytest.raises(RunError) as caught:
             pipeline.require_equal_ties()
         return str(caught.value)
@@ -248,5 +250,28 @@ def test_schedules_that_are_wrong_foreign_or_not_everybodys_are_refused() -> Non
         assert pipeline.schedule is mine
         pipeline.use_schedule(other)
         assert pipeline.schedule is other
+
+    run_plan(setting.plan, rank)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_state_dict_is_a_copy_that_can_be_copied_saved_and_averaged(shards: int) -> None:
+    """Regression: it held views of one flat storage, which neither deepcopy nor save could take."""
+    setting = Setting(stages=1, shards=shards)
+
+    def rank(mesh: Mesh) -> None:
+        pipeline = setting.pipeline(mesh)
+        state = pipeline.state_dict()
+        before = {name: value.to_local().clone() for name, value in state.items()}
+        average, file = copy.deepcopy(state), io.BytesIO()
+        torch.save(state, file)
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        for name, parameter in pipeline.named_parameters():
+            parameter.data.to_local().add_(1.0)
+            average[name].lerp_(parameter.detach(), 0.25)
+            assert torch.equal(state[name].to_local(), before[name])
+            assert torch.equal(loaded[name].to_local(), before[name])
+            assert loaded[name].shape == parameter.shape
+            torch.testing.assert_close(average[name].to_local(), before[name] + 0.25)
 
     run_plan(setting.plan, rank)

@@ -20,6 +20,7 @@ from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from terashard.comm.mesh import Mesh
 from terashard.errors import PlanError, RunError, ScheduleError
@@ -33,7 +34,7 @@ from terashard.runtime.worker import Worker
 from terashard.schedule.check import check
 from terashard.schedule.schedule import Schedule
 from terashard.shard.clip import scale_gradients, squared_norm
-from terashard.shard.cut import make_units, named_parameters
+from terashard.shard.cut import copied_parameters, make_units, named_parameters
 from terashard.shard.materialise import Fill, materialise, require_written
 from terashard.shard.precision import Precision
 from terashard.shard.reduction import Traffic
@@ -170,15 +171,20 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters: DTensors, sharded on dim 0."""
-        return iter(self.state_dict().values())
+        return iter(named_parameters(self.units).values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Global names and parameters of this rank's stage."""
-        return iter(self.state_dict().items())
+        return iter(named_parameters(self.units).items())
 
-    def state_dict(self) -> dict[str, nn.Parameter]:
-        """Global name → DTensor of this rank's stage; names do not depend on the plan."""
-        return named_parameters(self.units)
+    def state_dict(self) -> dict[str, DTensor]:
+        """Global name → a detached copy of a parameter of this rank's stage, a DTensor.
+
+        Every copy has storage of its own, so it can be copied again and saved with ``torch.save``,
+        and later steps do not change it. Names do not depend on the plan. To change a parameter,
+        take it from ``named_parameters``.
+        """
+        return copied_parameters(self.units)
 
     @property
     def ties(self) -> Mapping[str, str]:

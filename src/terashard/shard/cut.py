@@ -53,6 +53,15 @@ def named_parameters(units: Sequence[ShardUnit]) -> dict[str, nn.Parameter]:
     return {p.name: p.sharded for unit in units for p in unit.parameters}
 
 
+def copied_parameters(units: Sequence[ShardUnit]) -> dict[str, DTensor]:
+    """Global name → detached copy of a parameter, with storage of its own."""
+    return {
+        p.name: p.distribute(p.local.detach().clone(), unit.mesh.device_mesh)
+        for unit in units
+        for p in unit.parameters
+    }
+
+
 class _Claims:
     """Parameters by owner, whom every unit borrows from, and every global name in use."""
 

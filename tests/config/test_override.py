@@ -35,6 +35,9 @@ from terashard.errors import ConfigError
             ["--parallel.partition", "[[2, [64, 64]], [1, [128]]]"],
             {"parallel.partition": ((2, (64, 64)), (1, (128,)))},
         ),
+        (["--train.callbacks", '["a:b", "c:d"]'], {"train.callbacks": ("a:b", "c:d")}),
+        (["--train.callbacks", "[]"], {"train.callbacks": ()}),
+        (["--data.train", "[]"], {"data.train": "[]"}),
         (["--train.callbacks", "a:b", "c:d"], {"train.callbacks": ("a:b", "c:d")}),
         (
             ["--optimizer.options", "{betas = [0.9, 0.95]}"],

@@ -110,7 +110,9 @@ def _read(key: Key, words: Sequence[str]) -> Any:
 def _value(word: str, to: Any) -> Any:
     """A word as TOML reads it, or as it stands where text is wanted or TOML does not know it."""
     parts = get_args(to) if get_origin(to) in (Union, UnionType, tuple) else (to,)
-    if str in parts or Literal in [get_origin(part) for part in parts] or "\n" in word:
+    text = str in parts or Literal in [get_origin(part) for part in parts]
+    is_list = get_origin(to) is tuple and word.startswith("[")
+    if (text and not is_list) or "\n" in word:
         return word
     try:
         return tomllib.loads(f"value = {word}")["value"]

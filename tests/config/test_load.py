@@ -127,7 +127,7 @@ REFUSED = {
     ),
     "boolean for a fraction": (
         "[optimizer]\nlr = true",
-        r"^run.toml, line 2: optimizer.lr is true; it must be a number$",
+        r"^run.toml, line 2: optimizer.lr is true; it must be a finite number$",
     ),
     "unknown key without a near one": (
         "[train]\nqqqqqq = 3",
@@ -151,7 +151,31 @@ REFUSED = {
     ),
     "number in quotes": (
         '[optimizer]\nlr = "1e-4"',
-        r'^run.toml, line 2: optimizer.lr is the string "1e-4"; it must be a number$',
+        r'^run.toml, line 2: optimizer.lr is the string "1e-4"; it must be a finite number$',
+    ),
+    "infinity": (
+        "[run]\ntimeout = inf",
+        r"^run.toml, line 2: run.timeout is inf; it must be a finite number$",
+    ),
+    "no number": (
+        "[optimizer]\nclip_norm = nan",
+        r'^run.toml, line 2: optimizer.clip_norm is nan; it must be a finite number or "none"$',
+    ),
+    "more than a float holds": (
+        f"[train]\nepochs = 1{'0' * 400}",
+        r"^run.toml, line 2: train.epochs is 10+\.\.\.; it must be a finite number or",
+    ),
+    "nothing beside the variance": (
+        "[model]\nnorm_eps = -1",
+        r"^run.toml, line 2: model.norm_eps is -1.0; it must be above 0$",
+    ),
+    "rotary positions without a base": (
+        "[model]\nrope_theta = 0",
+        r"^run.toml, line 2: model.rope_theta is 0.0; it must be above 0$",
+    ),
+    "no patience": (
+        "[run]\nshutdown_timeout = 0",
+        r"^run.toml, line 2: run.shutdown_timeout is 0.0; it must be above 0$",
     ),
     "fraction for a whole number": (
         "[batch]\ntokens = 1.0",

@@ -54,6 +54,7 @@ def configs(draw: st.DrawFn) -> RunConfig:
     lengths = st.sampled_from(["train.steps", "train.tokens", "train.epochs"])
     length = draw(lengths)
     above_zero = {"run.timeout", "run.shutdown_timeout", "optimizer.clip_norm", "loss.soft_cap"}
+    above_zero |= {"model.norm_eps", "model.rope_theta"}
     for section, cls in sections().items():
         chosen = {}
         for dotted, key in keys().items():

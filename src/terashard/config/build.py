@@ -7,7 +7,7 @@ value into the type the schema states, or says in one sentence what was found an
 a type of the schema  what a table may hold
 ====================  ==========================================================================
 ``int``               a whole number (not a boolean, not 1.0)
-``float``             a number, whole or not
+``float``             a finite number, whole or not
 ``bool``, ``str``     true or false; a string
 ``Literal[...]``      one of the listed values
 ``T | None``          T, or the string "none" (TOML has no null)
@@ -18,6 +18,8 @@ a dataclass           a table with its fields
 ====================  ==========================================================================
 """
 
+import math
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -60,7 +62,12 @@ def describe(to: Any) -> str:
         return _describe_tuple(arguments)
     if origin is dict or is_dataclass(to):
         return "a table"
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    names = {
+        int: "a whole number",
+        float: "a finite number",
+        bool: "true or false",
+        str: "a string",
+    }
     return names.get(to, "a TOML value")
 
 
@@ -94,9 +101,9 @@ def _describe_tuple(arguments: tuple[Any, ...]) -> str:
 
 
 def _scalar(value: Any, to: type, name: str) -> Any:
-    if to is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not to:
+    if to is float and type(value) is int and abs(value) < sys.float_info.max:
+        value = float(value)
+    if type(value) is not to or (to is float and not math.isfinite(value)):
         raise wrong(value, to, name)
     return value
 

@@ -16,6 +16,13 @@ def _at_least(section: str, name: str, value: float, least: float) -> None:
         raise ConfigError(f"{section}.{name} is {value}; it must be at least {least:g}")
 
 
+def _above_zero(section: str, of: object, *names: str, otherwise: str = "") -> None:
+    for name in names:
+        value = getattr(of, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{section}.{name} is {value}; it must be above 0{otherwise}")
+
+
 def _positive(section: str, of: object, *names: str) -> None:
     for name in names:
         value = getattr(of, name)
@@ -56,6 +63,7 @@ class ModelConfig:
         """Check every size that was given."""
         _positive("model", self, "vocab_size", "hidden_size", "num_layers", "num_heads")
         _positive("model", self, "num_kv_heads", "head_dim", "mlp_size", "max_length")
+        _above_zero("model", self, "norm_eps", "rope_theta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,10 +177,7 @@ class OptimizerConfig:
                 f"optimizer.options has {name} = {self.options[name]}; write it as"
                 f" optimizer.{name}, or into a group's options"
             )
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ConfigError(
-                f"optimizer.clip_norm is {self.clip_norm}; it must be above 0, or none"
-            )
+        _above_zero("optimizer", self, "clip_norm", otherwise=", or none")
         for name in ("final_lr", "decay"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(
@@ -203,8 +208,7 @@ class LossConfig:
             raise ConfigError(
                 f"loss.label_smoothing is {self.label_smoothing}; it must lie in [0, 1)"
             )
-        if self.soft_cap is not None and self.soft_cap <= 0:
-            raise ConfigError(f"loss.soft_cap is {self.soft_cap}; it must be above 0, or none")
+        _above_zero("loss", self, "soft_cap", otherwise=", or none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,10 +241,7 @@ class TrainConfig:
             raise ConfigError(
                 f"train.{' and train.'.join(given)} are given; a run has one length: keep one"
             )
-        for name in ("steps", "tokens", "epochs"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"train.{name} is {value}; it must be above 0")
+        _above_zero("train", self, "steps", "tokens", "epochs")
         _at_least("train", "evaluate_every", self.evaluate_every, 0)
         _at_least("train", "evaluate_batches", self.evaluate_batches, 1)
         _at_least("train", "log_every", self.log_every, 1)
@@ -280,8 +281,7 @@ class RunSection:
 
     def __post_init__(self) -> None:
         """Check times and threads."""
-        if self.timeout <= 0 or self.shutdown_timeout <= 0:
-            raise ConfigError("run.timeout and run.shutdown_timeout must be above 0 seconds")
+        _above_zero("run", self, "timeout", "shutdown_timeout")
         _positive("run", self, "threads")
 
 

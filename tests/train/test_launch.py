@@ -1,12 +1,19 @@
 """What the launcher settles before and after its workers, without any."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from terashard.config.load import load
+from terashard.config.schema import RunConfig
+from terashard.config.write import dump
 from terashard.errors import CommunicationError, ConfigError, RunError
+from terashard.plan.plan import plan_of
 from terashard.train import launch, worker
 from terashard.train.directory import RunDirectory
 from terashard.train.stop import StopFlag
@@ -45,6 +52,40 @@ def test_a_run_knows_its_data_wherever_it_is_resumed(
     config = launch._anywhere(config_of(Path()))
     assert config.data.train == str(tmp_path / "tokens")
     assert config.data.validation == ""
+
+
+def test_a_resume_makes_the_paths_of_its_options_whole(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative --data.train was kept, and meant another folder in the next resume."""
+    monkeypatch.chdir(tmp_path)
+    (directory.path / "config.toml").write_text(dump(config_of(Path())))
+    monkeypatch.setattr(launch, "check_resume", lambda config, directory: plan_of(config, 2))
+    monkeypatch.setattr(launch, "_launch", lambda *a, **k: 0)
+    launch.resume(directory.path, ("--data.train", "./tokens", "--data.validation", "tokens"))
+    asked = load(directory.request).data
+    assert (asked.train, asked.validation) == (str(tmp_path / "tokens"), str(tmp_path / "tokens"))
+
+
+def test_a_run_that_failed_says_after_which_step(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said step 0: only the start had written a status."""
+
+    def fails(config: RunConfig, processes: int) -> Callable[..., None]:
+        def run(*words: str) -> None:
+            record = {"step": 5, "loss": 1.0}
+            directory.metrics.write_text(f"{json.dumps(record)}\n")
+            raise ChildFailedError("worker", {0: ProcessFailure(0, 1, 1, error_file="")})
+
+        return run
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(launch, "_elastic", fails)
+    with pytest.raises(RunError):
+        launch._launch(config_of(tmp_path), directory, 1, resume=False)
+    assert directory.status()["state"] == "failed"
+    assert directory.status()["step"] == 5
 
 
 def test_under_torchrun_a_run_needs_a_directory(tmp_path: Path) -> None:

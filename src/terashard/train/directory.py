@@ -159,6 +159,11 @@ class RunDirectory:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def last_step(self) -> int:
+        """The last step that was recorded; 0 if none was."""
+        lines = read_lines(self.metrics)
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+
     def begin(self) -> None:
         """Forget how an earlier part of the run ended."""
         with writing(self.path / "status.json"):

@@ -54,7 +54,7 @@ def resume(path: Path, overrides: tuple[str, ...] = (), flag: StopFlag | None = 
     Under torchrun this process is one of the ranks, and ``flag`` listens.
     """
     directory = RunDirectory(path)
-    config = directory.config(overrides)
+    config = _anywhere(directory.config(overrides))
     config = replace(config, run=replace(config.run, directory=str(path)))
     plan = check_resume(config, directory)
     if flag is not None:
@@ -132,7 +132,7 @@ def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resum
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         with suppress(RunError):  # the first cause matters more
-            directory.write_status("failed", directory.status().get("step", 0))
+            directory.write_status("failed", directory.last_step())
         raise explain(directory, codes) from failed
     return 0
 

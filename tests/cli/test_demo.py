@@ -54,6 +54,16 @@ def test_a_torn_last_record_does_not_hide_the_result(
     assert "stopped after step 3" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_no_number_is_a_result_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with TypeError: '<' between str and float."""
+    config = load(None, ("--run.directory", str(tmp_path)), "demo")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": "nan", "held_out_loss": "nan"}\n')
+    assert demo._show_result(Console(), config, Baseline(unigram=3.0, bigram=2.0)) == 0
+    assert "held-out loss nan nats per byte, NOT below the bigram table" in capsys.readouterr().out
+
+
 @pytest.mark.processes
 def test_the_demo_shows_tables_plan_curve_and_what_to_try_next(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

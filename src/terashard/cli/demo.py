@@ -142,6 +142,7 @@ def _show_result(console: "Console", config: RunConfig, tables: "Baseline") -> i
             f"stopped after step {records[-1]['step']}, before the held-out loss was measured"
         )
     else:
+        held_out = float(held_out)  # NaN is a string in JSON
         verdict = "below" if held_out < tables.bigram else "NOT below"
         console.print(
             Text.assemble(

@@ -141,6 +141,11 @@ def test_a_python_without_sources_is_refused(
         ("{", r"a\.jsonl:1 is not JSON \(.*\); every line must be one JSON object"),
         ("[1]", r"a\.jsonl:1 is a JSON list; every line must be an object"),
         ('{"body": 1}', r"a\.jsonl:1 has no field 'text'; its fields: 'body'; name the one"),
+        (
+            '{"text": 1, "n": ' + "9" * 5000 + "}",
+            r"a\.jsonl:1: 'text' is no string; name the field",
+        ),
+        ("[" * 200_000, r"a\.jsonl:1 is nested too deeply to be read; leave the line out"),
         ('{"text": 1}', r"a\.jsonl:1: 'text' is no string; name the field"),
     ],
 )
@@ -148,6 +153,12 @@ def test_a_bad_json_line_is_named(tmp_path: Path, content: str, message: str) ->
     corpus = load_corpus([write(tmp_path / "a.jsonl", content)])
     with pytest.raises(DataError, match=message):
         list(corpus)
+
+
+def test_a_number_of_any_length_beside_the_text_is_no_fault(tmp_path: Path) -> None:
+    """Python refuses to read whole numbers of more than 4300 digits."""
+    path = write(tmp_path / "a.jsonl", '{"id": ' + "9" * 5000 + ', "text": "a"}')
+    assert texts(load_corpus([path])) == {"a.jsonl:1": "a"}
 
 
 def test_paths_that_hold_no_text_are_refused(tmp_path: Path) -> None:

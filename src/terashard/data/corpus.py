@@ -121,10 +121,14 @@ class Corpus:
     def _text_of(self, line: str, where: str) -> tuple[str, int]:
         """The text of one JSON line; lone surrogates, which UTF-8 cannot hold, are replaced."""
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_int=float)  # of any length; only the text matters
         except ValueError as error:
             raise DataError(
                 f"{where} is not JSON ({error}); every line must be one JSON object"
+            ) from None
+        except RecursionError:
+            raise DataError(
+                f"{where} is nested too deeply to be read; leave the line out, or flatten it"
             ) from None
         if not isinstance(record, dict):
             raise DataError(

@@ -267,3 +267,24 @@ def test_first_gather_in_inference_mode_spoils_nothing() -> None:
             unit.release()
     here.step(*batch(0))
     assert_same(here.reduced(), reference(), 1e-5)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_tensor_assigned_to_data_is_refused_and_changes_in_place_are_not(shards: int) -> None:
+    """Regression: torch takes the assignment and changes nothing, so such a loop never trained."""
+
+    def work(world: ThreadWorld, rank: int) -> None:
+        here = Rank.of(world, rank, shards=shards)
+        here.step(*batch(0))
+        weight = here.units[0].parameters[0].sharded
+        torch.optim.SGD([weight], lr=0.1).step()
+        with torch.no_grad():
+            weight.mul_(0.5)
+        weight.data.mul_(2.0)
+        weight.data.copy_(weight.data + 1.0)
+        here.step(*batch(1))
+        weight.data = weight.data - 0.1 * weight.grad
+        with pytest.raises(RunError, match=r"was given another tensor through \.data.*in place"):
+            here.units[0].gather()
+
+    run_threads(shards, work)

@@ -56,6 +56,7 @@ class ShardedParameter:
     sharded: nn.Parameter = field(init=False, repr=False)
     full: nn.Parameter = field(init=False, repr=False)
     local: Tensor = field(init=False, repr=False)
+    _storage: torch.UntypedStorage = field(init=False, repr=False)
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter, shards: int, shard: int) -> "ShardedParameter":
@@ -102,6 +103,8 @@ class ShardedParameter:
             self.written = True
         self.local = local
         self.sharded = nn.Parameter(self.distribute(local, mesh), requires_grad=self.trainable)
+        # Held, so that no other storage is ever found at its address.
+        self._storage = self.sharded.untyped_storage()
         self.original = None
         self.show_sharded()
 
@@ -117,6 +120,15 @@ class ShardedParameter:
             raise RunError(
                 f"parameter {self.name} was built on meta and never written;"
                 " materialise its unit first"
+            )
+
+    def require_in_place(self) -> None:
+        """Refuse a tensor that was assigned to ``.data``: a DTensor takes it and keeps its rows."""
+        if self.sharded.untyped_storage()._cdata != self._storage._cdata:
+            raise RunError(
+                f"parameter {self.name} was given another tensor through .data, which changes no"
+                " value of a DTensor; change it in place, p.sub_(…) under torch.no_grad(),"
+                " and build the pipeline anew"
             )
 
     def show_full(self) -> None:

@@ -102,6 +102,7 @@ class ShardUnit:
         self._expect(UnitState.SHARDED, "gathered")
         for parameter in self.parameters:
             parameter.require_written()
+            parameter.require_in_place()
         lease, targets = self._full_views()
         lease.take()
         if not self.is_aliased:

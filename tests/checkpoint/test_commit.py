@@ -211,3 +211,27 @@ def test_an_old_checkpoint_that_cannot_go_is_a_warning(
 def test_a_negative_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step is -1; it must be at least 0"):
         save_alone(tmp_path, -1)
+
+
+def test_an_old_checkpoint_behind_a_link_loses_the_link_alone(tmp_path: Path) -> None:
+    """Regression: the link was renamed, could not be removed, and stopped every later save."""
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    save_alone(root, 1).rename(archive)
+    (root / "step-00000001").symlink_to(archive)
+    save_alone(root, 2, keep=1)
+    assert names_in(root) == ["latest", "step-00000002"]
+    assert holds(archive, 1)
+    (root / "step-00000001.tmp").symlink_to(archive)
+    save_alone(root, 3, keep=1)
+    assert names_in(root) == ["latest", "step-00000003"]
+    assert holds(archive, 1)
+
+
+def test_a_leftover_that_cannot_go_is_a_warning_and_its_name_is_not_used(tmp_path: Path) -> None:
+    save_alone(tmp_path, 1)
+    (tmp_path / "step-00000002.tmp").write_bytes(b"no folder")
+    with pytest.warns(RuntimeWarning, match=r"step-00000002\.tmp could not be removed"):
+        path = save_alone(tmp_path, 2)
+    assert path.name == "step-00000002-2"
+    assert find_latest(tmp_path) == path
+    assert holds(path, 2)

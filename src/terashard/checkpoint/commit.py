@@ -9,13 +9,15 @@ r"""All or nothing: how a checkpoint becomes visible, and which ones stay.
     latest               (5) replaced by latest.tmp; root synced
     step-00000100.tmp/   (6) the oldest: renamed, then removed
 
-A crash before (4) leaves a folder that nobody reads and that the next save removes; a crash before
+A crash before (4) leaves a folder that nobody reads and that the next save removes (or, where it
+cannot, leaves there with a warning, and takes another name); a crash before
 (5), a complete checkpoint beside a ``latest`` that names an older one. Everything that can fill the
 disk comes before (4): what follows only renames. So at every moment, a name without ``.tmp`` is a
 complete checkpoint. A second checkpoint of the same step (a run that went back and came again)
 never replaces the first: it is named ``step-00000120-2``.
 """
 
+import os
 import re
 import shutil
 import warnings
@@ -39,7 +41,7 @@ def begin(root: Path, step: int) -> Path:
         sync(root.parent)
     for left in root.glob(f"step-*{TEMPORARY}"):
         if _NAME.fullmatch(left.name.removesuffix(TEMPORARY)):
-            shutil.rmtree(left)
+            _try_remove(left)
     folder = _free(root, f"step-{step:08d}")
     folder.mkdir()
     return folder
@@ -47,10 +49,25 @@ def begin(root: Path, step: int) -> Path:
 
 def _free(root: Path, name: str) -> Path:
     number, free = 1, name
-    while (root / free).exists():
+    while any(os.path.lexists(root / taken) for taken in (free, free + TEMPORARY)):
         number += 1
         free = f"{name}-{number}"
     return root / (free + TEMPORARY)
+
+
+def _try_remove(folder: Path) -> None:
+    """Remove a folder, of a symbolic link the link alone; if that fails, warn and go on."""
+    try:
+        _remove(folder)
+    except OSError as error:
+        warnings.warn(f"{folder} could not be removed: {error}", RuntimeWarning, stacklevel=3)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def publish(folder: Path, index: str) -> Path:
@@ -82,7 +99,7 @@ def prune(root: Path, keep: int) -> None:
         if old == named:
             continue
         try:
-            shutil.rmtree(old.rename(old.with_name(old.name + TEMPORARY)))
+            _remove(old.rename(old.with_name(old.name + TEMPORARY)))
         except OSError as error:
             warnings.warn(f"{old} could not be removed: {error}", RuntimeWarning, stacklevel=2)
 

@@ -79,9 +79,14 @@ def test_under_torchrun_the_process_becomes_the_worker(
     assert launcher.calls == [("work", load(None, WORDS[3:], "tiny"))]
 
 
+def test_a_callback_may_lie_in_the_current_folder_and_is_not_imported(launcher: Launcher) -> None:
+    Path("mine_only_here.py").write_text("raise AssertionError('imported')")
+    assert main([*WORDS, "--train.callbacks", "mine_only_here:f", "json.tool:main"]) == 7
+
+
 def test_resume_hands_over_the_directory_and_the_options(launcher: Launcher) -> None:
     Path("run").mkdir()
-    Path("run/config.toml").write_text('preset = "tiny"')
+    Path("run/config.toml").write_text('preset = "tiny"\n[data]\ntrain = "tokens"\n')
     assert main(["resume", "run", "--train.steps", "9"]) == 9
     assert launcher.calls == [("resume", Path("run"), ("--train.steps", "9"))]
 
@@ -100,6 +105,14 @@ def test_resume_hands_over_the_directory_and_the_options(launcher: Launcher) -> 
         ),
         ([*WORDS, "--parallel.slices", "100", "100"], "slice"),
         ([*WORDS, "--model.vocab-size", "8"], "model.vocab_size is 8, but the data has"),
+        ([*WORDS, "--optimizer.name", "adamw"], "'adamw' is no class of torch.optim; use one"),
+        ([*WORDS, "--optimizer.options", "{beta = 1}"], "AdamW has no option 'beta'; its options"),
+        (
+            [*WORDS, "--optimizer.groups", "[{match = 'mlp.*', options = {}}]"],
+            "no parameter matches 'mlp.*'",
+        ),
+        ([*WORDS, "--train.callbacks", "nowhere:f"], "no module nowhere in this folder"),
+        ([*WORDS, "--train.callbacks", "os"], "'os' names no function; write module:function"),
         (["resume", "nowhere"], "there is no run directory nowhere"),
         (["resume", "tokens", "--train.stepps", "3"], "did you mean --train.steps?"),
     ],
@@ -122,6 +135,16 @@ def test_options_with_a_dot_are_overrides_up_to_the_next_option() -> None:
     assert overrides == ["--a.b", "1", "-2", "--c.d=x", "--e.f"]
 
 
+def test_a_resume_that_cannot_be_is_refused_before_torch_too(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    Path("run/config.toml").write_text('preset = "tiny"\n[data]\ntrain = "tokens"\n')
+    assert main(["resume", "run", "--optimizer.name", "adamw"]) == 2
+    assert "'adamw' is no class of torch.optim; use one" in capsys.readouterr().err
+    assert launcher.calls == []
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 @pytest.mark.parametrize("verb", ["train", "resume"])
 def test_a_launcher_that_left_half_its_variables_is_told(
@@ -133,7 +156,7 @@ def test_a_launcher_that_left_half_its_variables_is_told(
 ) -> None:
     """It ended with KeyError 'LOCAL_RANK', or with int('')."""
     Path("run").mkdir()
-    Path("run/config.toml").write_text('preset = "tiny"')
+    Path("run/config.toml").write_text('preset = "tiny"\n[data]\ntrain = "tokens"\n')
     for other, value in TORCHRUN.items():
         monkeypatch.setenv(other, value)
     monkeypatch.setenv(name, "")

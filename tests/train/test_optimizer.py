@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from terashard.comm.mesh import Mesh
+from terashard.config.optimizers import UNFIT
 from terashard.config.schema import OptimizerConfig, ParameterGroup
 from terashard.errors import ConfigError
 from terashard.spec.model import ModelSpec
-from terashard.train.optimizer import UNFIT, build_optimizer, check_optimizer, set_rate
+from terashard.train.optimizer import build_optimizer, check_optimizer, set_rate
 from tests.helpers.threads import run_mesh
 
 SPEC = ModelSpec(
@@ -81,10 +82,6 @@ def test_every_class_that_is_allowed_steps_on_shards_as_on_whole_parameters(name
 def test_classes_that_do_not_run_on_shards_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}.*every rank holds only its rows.*AdamW"):
         build_optimizer(OptimizerConfig(name=name), [])
-
-
-def test_no_class_of_torch_is_forgotten() -> None:
-    assert set(UNFIT) < set(KINDS)
 
 
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:

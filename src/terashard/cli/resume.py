@@ -10,6 +10,7 @@ from terashard.cli.train import listening, under_torchrun
 from terashard.config.override import read_overrides
 from terashard.errors import ConfigError
 from terashard.train.directory import RunDirectory
+from terashard.train.preflight import check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ def run(arguments: Resume) -> int:
         )
     if "run.directory" in read_overrides(arguments.overrides):
         raise ConfigError("a run goes on where it is: leave --run.directory out")
-    RunDirectory(arguments.directory).config(arguments.overrides)
+    check(RunDirectory(arguments.directory).config(arguments.overrides))
     flag = listening() if under_torchrun() else None
     from terashard.train.launch import resume
 

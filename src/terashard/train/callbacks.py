@@ -21,6 +21,8 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from terashard.errors import ConfigError, RunError, TerashardError
@@ -30,6 +32,20 @@ if TYPE_CHECKING:
     from terashard.train.trainer import Trainer
 
 Callback = Callable[["Trainer", StepRecord], None]
+
+
+def require_module(name: str) -> None:
+    """Refuse ``module:function`` if there is no such module; imports nothing."""
+    module, _, function = name.partition(":")
+    top = module.partition(".")[0]
+    if not (top and function):
+        raise ConfigError(f"train.callbacks: {name!r} names no function; write module:function")
+    if top in sys.modules or PathFinder.find_spec(top, [os.getcwd()]) or find_spec(top):
+        return
+    raise ConfigError(
+        f"train.callbacks: {name!r} cannot be imported (no module {top} in this folder, and none"
+        " installed); write module:function"
+    )
 
 
 def load_callback(name: str) -> Callback:

@@ -7,8 +7,10 @@ model and plan of the same configuration by the same functions.
 import os
 from typing import TYPE_CHECKING
 
+from terashard.config.optimizers import require_known, require_matches
 from terashard.config.schema import RunConfig, RunSection, TrainConfig
 from terashard.errors import ConfigError
+from terashard.train.callbacks import require_module
 
 if TYPE_CHECKING:
     from terashard.plan.plan import Plan
@@ -25,7 +27,11 @@ def check(config: RunConfig, processes: int | None = None) -> "tuple[ModelSpec, 
         raise ConfigError(
             "data.train is empty; name a folder that `terashard data prepare` has made"
         )
+    for name in config.train.callbacks:
+        require_module(name)
+    require_known(config.optimizer)
     spec, plan = model_and_plan(config)
+    require_matches(config.optimizer, spec.parameters().keys())
     if processes is not None and processes != plan.processes:
         raise ConfigError(
             f"-n {processes} does not match parallel: {plan.replicas} replicas x {plan.stages}"

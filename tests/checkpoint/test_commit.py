@@ -2,7 +2,9 @@ import contextlib
 import errno
 import io
 import os
+import re
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,9 +167,9 @@ def test_the_newest_are_kept_and_the_one_in_use_always(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["latest", "step-00000003", "step-00000004"]
     save_alone(tmp_path, 2, keep=2)  # a run that went back to step 1
     assert find_latest(tmp_path).name == "step-00000002"
-    assert names_in(tmp_path) == ["latest", "step-00000002", "step-00000003", "step-00000004"]
+    assert names_in(tmp_path) == ["latest", "step-00000002", "step-00000004"]
     save_alone(tmp_path, 5, keep=2)
-    assert names_in(tmp_path) == ["latest", "step-00000004", "step-00000005"]
+    assert names_in(tmp_path) == ["latest", "step-00000002", "step-00000005"]
 
 
 def test_a_step_saved_twice_gets_a_name_of_its_own(tmp_path: Path) -> None:
@@ -235,3 +237,26 @@ def test_a_leftover_that_cannot_go_is_a_warning_and_its_name_is_not_used(tmp_pat
     assert path.name == "step-00000002-2"
     assert find_latest(tmp_path) == path
     assert holds(path, 2)
+
+
+def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
+    """Regression: the highest steps stayed, which were those of the abandoned branch."""
+    for step in (1, 5, 6):
+        save_alone(tmp_path, step, keep=3)
+    (tmp_path / "latest").write_text("step-00000001\n")
+    for step in (2, 3):
+        save_alone(tmp_path, step, keep=2)
+    assert names_in(tmp_path) == ["latest", "step-00000002", "step-00000003"]
+    (tmp_path / "latest").write_text("step-00000001\n")
+    assert find_latest(tmp_path).name == "step-00000003"
+
+
+def test_checkpoints_that_were_not_counted_come_after_all_others_by_step(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        index = save_alone(tmp_path, step, keep=9) / "index.json"
+        text = re.sub(r'"sequence": \d+, ', "", index.read_text().split(", ", 1)[1])
+        index.write_text(f'{{"checksum": {zlib.crc32(text.encode())}, {text}')
+    (tmp_path / "latest").unlink()
+    assert find_latest(tmp_path).name == "step-00000003"
+    save_alone(tmp_path, 0, keep=2)
+    assert names_in(tmp_path) == ["latest", "step-00000000", "step-00000003"]

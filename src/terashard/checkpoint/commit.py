@@ -23,11 +23,14 @@ import shutil
 import warnings
 from pathlib import Path
 
+from terashard.checkpoint.index import sequence_in
 from terashard.errors import CheckpointError
 from terashard.files import TEMPORARY, sync, write_synced
 
 INDEX = "index.json"
 LATEST = "latest"
+
+_HEAD_BYTES = 256
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
@@ -90,7 +93,7 @@ def discard(folder: Path) -> None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the newest ``keep`` and the one ``latest`` names (6).
+    """Remove complete checkpoints but the ``keep`` last written and the one in ``latest`` (6).
 
     An old checkpoint that cannot be removed is a warning, not an error: the new one is complete.
     """
@@ -105,13 +108,31 @@ def prune(root: Path, keep: int) -> None:
 
 
 def complete(root: Path) -> list[Path]:
-    """Every complete checkpoint in ``root``, newest first."""
+    """Every complete checkpoint in ``root``, last written first.
+
+    A run that went back to an older one writes lower steps later, so steps alone do not tell;
+    checkpoints that were not counted come after all others, in order of their steps.
+    """
     found = [
-        ((int(match[1]), int(match[2] or 1)), path)
+        ((_sequence(path), int(match[1]), int(match[2] or 1)), path)
         for path in root.glob("step-*")
         if (match := _NAME.fullmatch(path.name)) and (path / INDEX).is_file()
     ]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def next_sequence(root: Path) -> int:
+    """The sequence number of the next checkpoint in ``root``."""
+    return 1 + max((_sequence(path) for path in complete(root)), default=0)
+
+
+def _sequence(folder: Path) -> int:
+    """Read from the head of the index, which may be long; 0 if it cannot be read."""
+    try:
+        with (folder / INDEX).open("rb") as file:
+            return sequence_in(file.read(_HEAD_BYTES).decode(errors="replace"))
+    except OSError:
+        return 0
 
 
 def read_latest(root: Path) -> Path | None:

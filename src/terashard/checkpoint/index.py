@@ -3,7 +3,7 @@ r"""The index of a checkpoint: where the rows of every tensor are, each exactly 
 ``index.json`` is one JSON object::
 
     {"checksum": 305419896,                     CRC-32 of all that follows the comma and the space
-     "format": "terashard-checkpoint", "version": 1, "step": 120,
+     "format": "terashard-checkpoint", "version": 1, "step": 120, "sequence": 7,
      "files": {"rank-00000.safetensors": 1048576, …},                             sizes in bytes
      "tensors": {"model/layers.3.mlp.up.weight": {"dtype": "F32", "shape": [512, 128], "pieces": [
          {"file": "rank-00000.safetensors", "key": "model/layers.3.mlp.up.weight@0",
@@ -11,8 +11,9 @@ r"""The index of a checkpoint: where the rows of every tensor are, each exactly 
      "extra": {…}}
 
 ``first_row`` and ``rows`` place a piece along dim 0 of the whole tensor; blocks and checksums are
-those of ``blocks.py``. A tensor without rows has no pieces. NaN and infinities in ``extra`` are
-written as Python's ``json`` writes them.
+those of ``blocks.py``. ``sequence`` counts the saves into one folder, whatever their steps: a run
+that goes back writes lower steps later. A tensor without rows has no pieces. NaN and infinities in
+``extra`` are written as Python's ``json`` writes them.
 """
 
 import json
@@ -31,6 +32,7 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 """A value that JSON can hold."""
 
 _HEAD = re.compile(r'\{"checksum": (\d{1,10}), ')
+_SEQUENCE = re.compile(r'"step": \d+, "sequence": (\d{1,18}),')
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
@@ -80,6 +82,8 @@ class Index:
     """Everything about a checkpoint but the bytes of its tensors."""
 
     step: int
+    sequence: int = 0
+    """Place among the saves into the same folder; 0 in those that were not counted."""
     files: Mapping[str, int]
     """File → its size in bytes."""
     tensors: Mapping[str, StoredTensor]
@@ -104,12 +108,19 @@ class Index:
         try:
             return Index(
                 step=data["step"],
+                sequence=data.get("sequence", 0),
                 files=data["files"],
                 tensors=merge((n, StoredTensor.from_data(t)) for n, t in data["tensors"].items()),
                 extra=data["extra"],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"it is incomplete ({error}); take another checkpoint") from error
+
+
+def sequence_in(head: str) -> int:
+    """The sequence number in the first characters of an ``index.json``; 0 if there is none."""
+    found = _SEQUENCE.search(head)
+    return int(found[1]) if found else 0
 
 
 def _parse(text: str) -> dict[str, Any]:

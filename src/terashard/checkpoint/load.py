@@ -21,9 +21,10 @@ from terashard.errors import CheckpointError
 
 
 def find_latest(root: Path) -> Path:
-    """The checkpoint that ``latest`` names, or, if that one is not complete, the newest that is.
+    """The checkpoint that ``latest`` names, or the last written complete one.
 
-    Complete: its index can be read, and every file has the size that the index says.
+    The second if what ``latest`` names is not complete. Complete: its index can be read, and every
+    file has the size that the index says.
     """
     root = Path(root)
     named = commit.read_latest(root)

@@ -96,7 +96,7 @@ def save(
     group: Group,
     keep: int,
 ) -> Path:
-    """Write a checkpoint of ``step`` into ``root``, then remove all but the newest ``keep``.
+    """Write a checkpoint of ``step`` into ``root``, then remove all but the ``keep`` last written.
 
     Called by every member of ``group``, with the rows that this member owns: over all members,
     every row of every tensor exactly once (a replica passes nothing). ``root`` lies where all
@@ -205,6 +205,7 @@ def _finish(folder: Path, step: int, answers: Sequence[bytes], extra: Mapping[st
     read = [json.loads(answer) for answer in answers]
     index = Index(
         step=step,
+        sequence=commit.next_sequence(folder.parent),
         files={own["file"]: own["bytes"] for own in read},
         tensors=merge((n, StoredTensor.from_data(t)) for own in read for n, t in own["parts"]),
         extra=dict(extra),

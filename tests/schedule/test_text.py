@@ -122,3 +122,23 @@ def test_an_incomplete_text_is_refused(old, new, sentence):
     assert old in WRITTEN
     with pytest.raises(ScheduleError, match=sentence):
         parse(WRITTEN.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "rank 0: F0.0.99999999999999999999",
+        "rank 0: F99999999999999999999.0.0",
+        "rank 0: F0.0.0/1234567890",
+        "rank 0: S0.0.0>1234567890",
+        "rank 0: G0:1234567890",
+        "cut 0.0.0 1234567890",
+        "micro 1234567890 [2]",
+        "ranks 1234567890",
+    ],
+)
+def test_numbers_that_no_machine_integer_holds_are_refused_by_line(line: str) -> None:
+    """Regression: the first ended in an ``OverflowError``."""
+    text = f"terashard schedule 1\nranks 1\nmicro 1 [2]\n{line}\n"
+    with pytest.raises(ScheduleError, match=r"line 4 of the schedule .* have at most 9"):
+        parse(text)

@@ -43,11 +43,13 @@ _SEND = re.compile(rf"S{_CELL}>(\d+)(&?)")
 _RECEIVE = re.compile(rf"R{_CELL}<(\d+)")
 _UNIT = re.compile(r"([GX])(\d+):(\d+)")
 _REDUCE = re.compile(rf"A(\d+):(\d+)@({'|'.join(OVERS)})")
+_TOO_LONG = re.compile(r"\d{10,}")
 _MICRO = re.compile(r"(\d+) \[(\d+(?:, *\d+)*)\]")
 
 
 def parse_action(text: str) -> Action:
     """Read one action; ``ScheduleError`` if it is none."""
+    _require_short(text)
     if found := _COMPUTE.fullmatch(text):
         kind = Forward if found[1] == "F" else Backward
         return kind(_cell(found, 2), int(found[5] or 0))
@@ -86,6 +88,15 @@ def parse(text: str) -> Schedule:
         raise ScheduleError(f"the schedule's text is not complete: {cause}") from cause
 
 
+def _require_short(text: str) -> None:
+    """Columns of a schedule are machine integers."""
+    if found := _TOO_LONG.search(text):
+        raise ScheduleError(
+            f"{found[0][:12]}… has {len(found[0])} digits, and a schedule's numbers have at most 9;"
+            " correct it"
+        )
+
+
 def _cell(found: re.Match[str], first: int) -> Cell:
     return Cell(int(found[first]), int(found[first + 1]), int(found[first + 2]))
 
@@ -103,6 +114,8 @@ class _Reader:
     def read(self, line: str) -> None:
         """Take in one line."""
         word, _, rest = line.partition(" ")
+        if word != "unit":  # a unit's name may have any digits, and its place is checked below
+            _require_short(rest)
         match word:
             case "ranks":
                 self.ranks = int(rest)

@@ -103,7 +103,7 @@ def _describe_tuple(arguments: tuple[Any, ...]) -> str:
 def _scalar(value: Any, to: type, name: str) -> Any:
     if to is float and type(value) is int and abs(value) < sys.float_info.max:
         value = float(value)
-    if type(value) is not to or (to is float and not math.isfinite(value)):
+    if type(value) is not to or (isinstance(value, float) and not math.isfinite(value)):
         raise wrong(value, to, name)
     return value
 

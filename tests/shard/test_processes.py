@@ -6,7 +6,7 @@ from torch import Tensor
 
 from terashard.comm.mesh import Mesh
 from terashard.shard.clip import squared_norm
-from terashard.shard.cut import named_parameters
+from terashard.shard.cut import copied_parameters, named_parameters
 from tests.helpers.processes import run_processes
 from tests.shard.test_optimizers import OPTIMIZERS, STEPS, trainable
 from tests.shard.toys import (
@@ -35,6 +35,8 @@ def train(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
         optimizer.step()
         optimizer.zero_grad()
     whole = {name: p.full_tensor().detach() for name, p in public.items()}
+    for name, copied in copied_parameters(here.units).items():
+        assert torch.equal(copied.full_tensor(), whole[name])
     return gradients, whole, square.item()
 
 

@@ -143,14 +143,15 @@ def _show_result(console: "Console", config: RunConfig, tables: "Baseline") -> i
         )
     else:
         held_out = float(held_out)  # NaN is a string in JSON
-        verdict = "below" if held_out < tables.bigram else "NOT below"
+        tables_said = (
+            f"{'below' if held_out < value else 'NOT below'} the {name} table ({value:.3f})"
+            for name, value in (("bigram", tables.bigram), ("unigram", tables.unigram))
+        )
         console.print(
             Text.assemble(
                 "held-out loss ",
                 (f"{held_out:.3f}", "bold"),
-                " nats per byte,",
-                f" {verdict} the bigram table ({tables.bigram:.3f})",
-                f" and the unigram table ({tables.unigram:.3f})",
+                f" nats per byte, {', '.join(tables_said)}",
             ),
             soft_wrap=True,
         )
@@ -174,7 +175,7 @@ def _show_next(console: "Console", config: RunConfig, *, finished: bool) -> None
         else ("finish this run", resume),
         ("prepare text of your own", "terashard data prepare PATH... -o tokens"),
         ("train a run of your own", "terashard train RUN.toml"),
-        ("see how a step is cut", "terashard schedule show --preset demo --parallel.slices 8"),
+        ("see how a step is cut", "terashard schedule show --preset demo"),
     )
     for what, command in steps:
         console.print(f"  {what:<28}{command}", soft_wrap=True)

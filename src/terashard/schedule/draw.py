@@ -194,7 +194,9 @@ class _Canvas:
     def notes(self) -> Iterator[list[Piece]]:
         """What a reader must be told."""
         if self.shown < self.steps:
-            text = f"… {self.shown} of {float(self.steps):g} steps; a wider one (--width) shows more"
+            text = (
+                f"… {self.shown} of {float(self.steps):g} steps; a wider one (--width) shows more"
+            )
             yield [(text, "dim")]
 
     def _at(self, step: Fraction) -> int:

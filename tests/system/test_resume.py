@@ -54,11 +54,11 @@ def slowly(owner, name):
     """Let the next call of a method say that it has begun, and take two seconds."""
     act = getattr(owner, name)
 
-    def call(*given):
+    def call(*given, **named):
         setattr(owner, name, act)
         Path("now").touch()
         time.sleep(2)
-        return act(*given)
+        return act(*given, **named)
 
     setattr(owner, name, call)
 '''

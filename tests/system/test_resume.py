@@ -176,7 +176,7 @@ def test_ctrl_c_saves_on_every_rank_and_the_run_goes_on_as_if_nothing_had_been(
     last = str(step + 3)
     with Command(tmp_path, "resume", "run", "--train.steps", last, "--train.callbacks") as command:
         assert command.wait(60) == 0, command.err()
-        assert f"finished {last} steps in" in command.out()
+        assert f"finished steps {step + 1} to {last} in" in command.out()
         assert "run directory: run" in command.out()
     config = load(tmp_path / "run" / "config.toml", ("--train.steps", last))
     found = read_records(tmp_path / "run" / "metrics.jsonl")

@@ -82,3 +82,13 @@ def test_a_rank_under_torchrun_tells_its_own_error(directory: RunDirectory) -> N
     directory.write_error(1, ValueError("bad"))
     assert own_message(directory, 1) == "rank 1: ValueError: bad"
     assert own_message(directory, 2) == "rank 2 failed"
+
+
+def test_only_a_checkpoint_that_could_not_be_restored_sends_to_an_older_one(
+    directory: RunDirectory,
+) -> None:
+    (directory.checkpoints / "step-00000005").mkdir(parents=True)
+    directory.write_error(0, CheckpointError("rank-00000.safetensors is damaged"))
+    assert "write the name of an older one there" in str(explain(directory, {0: 1}))
+    directory.write_status("running", 7)
+    assert "older one" not in str(explain(directory, {0: 1}))

@@ -5,7 +5,7 @@
     config.toml      what was asked for, resolved: every key                  launcher, rank 0
     versions.json    terashard, Python, torch and the rest                    launcher, rank 0
     plan.json        how the run is cut                                       launcher, rank 0
-    resume.toml      what a resume asks for, until it has begun               launcher
+    resume.toml      what a resume asks for, until its first step               launcher
     metrics.jsonl    one record a step                                        rank 0
     timeline.json    every rank's spans of the last step                      rank 0
     status.json      running, stopped, finished or failed, after which step   rank 0, launcher

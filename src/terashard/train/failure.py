@@ -41,7 +41,9 @@ def explain(directory: RunDirectory, codes: Mapping[int, int]) -> TerashardError
         lines += [_line(error) for error in errors[:2]]
     if not lines:
         lines = [f"workers ended with the exit codes {dict(sorted(codes.items()))}"]
-    way_on = _older(directory) if own and own[0]["kind"] == "CheckpointError" else advice(directory)
+    restoring = not directory.status()  # it says "running" from the first step on
+    damaged = restoring and own and own[0]["kind"] == "CheckpointError"
+    way_on = _older(directory) if damaged else advice(directory)
     return RunError("\n".join([*lines, f"logs: {directory.path / 'logs'}", way_on]))
 
 

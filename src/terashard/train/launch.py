@@ -131,9 +131,10 @@ def _launch(config: RunConfig, directory: RunDirectory, processes: int, *, resum
         return _after_signal(directory, signal.SIGINT)
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        found = explain(directory, codes)
         with suppress(RunError):  # the first cause matters more
             directory.write_status("failed", directory.last_step())
-        raise explain(directory, codes) from failed
+        raise found from failed
     return 0
 
 

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from terashard.comm.process import _cause
-from terashard.errors import CommunicationError, ConfigError, DataError, RunError
+from terashard.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    DataError,
+    RunError,
+)
 from terashard.train.directory import RunDirectory
 from terashard.train.failure import explain, own_message
 from terashard.train.stop import LEFT_BEHIND

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terashard.comm.mesh import Mesh
-from terashard.shard.reduction import Traffic
+from terashard.shard.residence import Traffic
 from tests.helpers.layouts import run_plan
 from tests.helpers.models import sample, user_loss, user_stages
 from tests.runtime.refusals import build, two_micros

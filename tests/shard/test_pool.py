@@ -140,10 +140,10 @@ def test_two_units_of_one_slot_at_once_are_refused_by_name() -> None:
 
 
 def test_a_slot_in_use_cannot_grow() -> None:
-    slot = BufferPool(torch.device("cpu"), torch.float32).slot(3)
+    slot = BufferPool(torch.device("cpu")).slot(3)
     slot.reserve(8)
     first = slot.flat()
     assert slot.flat() is first
     slot.reserve(5)
-    with pytest.raises(RunError, match="slot 3 is in use with 8 elements, not 9"):
+    with pytest.raises(RunError, match="slot 3 is in use with 8 bytes, not 9"):
         slot.reserve(9)

@@ -73,6 +73,11 @@ class Mesh:
         return self.layout.shards
 
     @property
+    def shard(self) -> int:
+        """This rank's place among the shards of its stage."""
+        return self.coordinates.shard
+
+    @property
     def stages(self) -> int:
         """Pipeline stages."""
         return self.layout.stages

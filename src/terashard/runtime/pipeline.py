@@ -37,7 +37,7 @@ from terashard.shard.clip import scale_gradients, squared_norm
 from terashard.shard.cut import copied_parameters, make_units, named_parameters
 from terashard.shard.materialise import Fill, materialise, require_written
 from terashard.shard.precision import Precision
-from terashard.shard.reduction import Traffic
+from terashard.shard.residence import Traffic
 from terashard.shard.unit import ShardUnit
 from terashard.simulate.timeline import Timeline
 

@@ -28,7 +28,7 @@ def squared_norm(units: Sequence[ShardUnit], *, count_ties: bool) -> Tensor:
 
     ``count_ties`` is true on one of the two stages that share a weight.
     """
-    device = units[0].mesh.device if units else torch.device("cpu")
+    device = units[0].axes.device if units else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
         for rows in _counted(unit, count_ties):
@@ -46,7 +46,7 @@ def scale_gradients(units: Sequence[ShardUnit], factor: float | Tensor) -> None:
 def _counted(unit: ShardUnit, count_ties: bool) -> Iterator[Tensor]:
     if unit.gradients is None:
         return
-    first = unit.mesh.coordinates.shard == 0
+    first = unit.axes.shard == 0
     parts = zip(unit.gradients.parameters, unit.gradients.rows, strict=True)
     for parameter, rows in parts:
         if (first or not parameter.is_scalar) and (count_ties or parameter.tied_to is None):

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from terashard.comm.mesh import Mesh
 from terashard.errors import RunError
-from terashard.shard.param import Place, ShardedParameter
+from terashard.shard.flat import Form
+from terashard.shard.param import Place, ShardedParameter, rows_of_stage
 from terashard.shard.pool import BufferPool
 from terashard.shard.precision import Precision
 from terashard.shard.unit import ShardUnit
@@ -35,9 +36,9 @@ def make_units(
     parameter trains is settled here, by its ``requires_grad``.
     """
     _refuse_persistent_buffers(units)
-    claims = _claim(units, mesh)
+    claims = _claim(units, mesh, precision)
     _tie(claims, ties)
-    pool = BufferPool(mesh.device, precision.compute)
+    pool = BufferPool(mesh.device)
     made: list[ShardUnit] = []
     for index, (name, module) in enumerate(units):
         unit = ShardUnit(name, module, claims.owned[index], mesh=mesh, precision=precision)
@@ -56,9 +57,7 @@ def named_parameters(units: Sequence[ShardUnit]) -> dict[str, nn.Parameter]:
 def copied_parameters(units: Sequence[ShardUnit]) -> dict[str, DTensor]:
     """Global name → detached copy of a parameter, with storage of its own."""
     return {
-        p.name: p.distribute(p.local.detach().clone(), unit.mesh.device_mesh)
-        for unit in units
-        for p in unit.parameters
+        p.name: p.distribute(p.local.detach().clone()) for unit in units for p in unit.parameters
     }
 
 
@@ -71,7 +70,7 @@ class _Claims:
         self.by_name: dict[str, ShardedParameter] = {}
 
 
-def _claim(units: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> _Claims:
+def _claim(units: Sequence[tuple[str, nn.Module]], mesh: Mesh, precision: Precision) -> _Claims:
     claims = _Claims(len(units))
     # Keyed by the object itself: a ShardedParameter keeps it alive, so no id is used twice.
     owners: dict[nn.Parameter, tuple[int, ShardedParameter]] = {}
@@ -79,11 +78,7 @@ def _claim(units: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> _Claims:
         for name, parameter, place in _uses(unit, module):
             if parameter not in owners:
                 _require_plain(name, parameter)
-                at = mesh.coordinates
-                owners[parameter] = (
-                    index,
-                    ShardedParameter.of(name, parameter, mesh.shards, at.shard),
-                )
+                owners[parameter] = (index, _described(name, parameter, mesh, precision))
                 claims.owned[index].append(owners[parameter][1])
             owner, sharded = owners[parameter]
             sharded.places.append(place)
@@ -91,6 +86,22 @@ def _claim(units: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> _Claims:
             if owner != index:
                 claims.borrowed[index].add(owner)
     return claims
+
+
+def _described(
+    name: str, parameter: nn.Parameter, mesh: Mesh, precision: Precision
+) -> ShardedParameter:
+    form = Form.plain(parameter.shape, precision.master)
+    cut, spread = rows_of_stage(form, mesh.device_mesh, mesh.shards, mesh.shard)
+    return ShardedParameter(
+        name=name,
+        form=form,
+        cut=cut,
+        compute=precision.compute,
+        spread=spread,
+        trainable=parameter.requires_grad,
+        original=parameter,
+    )
 
 
 def _uses(unit: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Place]]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from terashard.comm.mesh import Mesh
-from terashard.shard.flat import FlatLayout
+from terashard.shard.axes import Axes
+from terashard.shard.flat import FlatLayout, Form
 from terashard.shard.param import ShardedParameter
 from terashard.shard.precision import Precision
 
@@ -24,20 +24,17 @@ class Gradients:
     """Gradient memory of the trainable ``parameters`` of a unit, allocated at birth and kept."""
 
     def __init__(
-        self, parameters: Sequence[ShardedParameter], *, mesh: Mesh, precision: Precision
+        self, parameters: Sequence[ShardedParameter], *, axes: Axes, precision: Precision
     ) -> None:
         self.parameters = tuple(parameters)
         self._in_place = precision.compute == precision.master
-        self.flat_full, self.full = _zeros([p.shape for p in parameters], mesh, precision)
-        if mesh.shards == 1:
+        self.flat_full, self.full = _zeros([p.shape for p in parameters], axes, precision)
+        if axes.shards == 1:
             self.flat_rows, self.rows = self.flat_full, self.full
         else:
             shapes = [p.local_shape for p in parameters]
-            self.flat_rows, self.rows = _zeros(shapes, mesh, precision)
-        self._public = [
-            p.distribute(rows, mesh.device_mesh)
-            for p, rows in zip(parameters, self.rows, strict=True)
-        ]
+            self.flat_rows, self.rows = _zeros(shapes, axes, precision)
+        self._public = [p.distribute(rows) for p, rows in zip(parameters, self.rows, strict=True)]
         if not self._in_place:
             for parameter, accumulator in zip(parameters, self.full, strict=True):
                 hook = _adder(accumulator)
@@ -76,12 +73,12 @@ class Gradients:
 
 
 def _zeros(
-    shapes: Sequence[torch.Size], mesh: Mesh, precision: Precision
+    shapes: Sequence[torch.Size], axes: Axes, precision: Precision
 ) -> tuple[Tensor, list[Tensor]]:
-    layout = FlatLayout.of(shapes)
+    layout = FlatLayout.of([Form.plain(shape, precision.master) for shape in shapes])
+    raw = layout.zeros(axes.device)
     with torch.inference_mode(False):
-        flat = torch.zeros(layout.numel, device=mesh.device, dtype=precision.master)
-        return flat, layout.views(flat)
+        return raw.view(precision.master), layout.views(raw)
 
 
 def _adder(accumulator: Tensor) -> Callable[[Tensor], None]:

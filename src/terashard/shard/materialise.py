@@ -40,7 +40,7 @@ def materialise(unit: ShardUnit, fill: Fill) -> None:
     for name, module, attribute, buffer in _meta_buffers(unit):
         value = fill(name, buffer.shape, (0, buffer.shape[0] if buffer.dim() else 1))
         value = _checked(name, value, buffer.shape)
-        module._buffers[attribute] = value.to(unit.mesh.device, buffer.dtype, copy=True)
+        module._buffers[attribute] = value.to(unit.axes.device, buffer.dtype, copy=True)
 
 
 def require_written(units: Sequence[ShardUnit]) -> None:

@@ -1,18 +1,23 @@
-r"""One parameter: the rows that this rank keeps, and the full view that computes.
+r"""One parameter: the part that this rank keeps, and the full view that computes.
 
-A parameter of shape ``[R, …]`` is cut along dim 0 as ``torch.chunk`` cuts: this rank keeps rows
-``[start, stop)``, perhaps none. A 0-dim parameter is kept whole by every rank. Two faces stand in
-the modules, one at a time:
+A parameter is cut along one dim (0 if nobody says otherwise) as ``torch.chunk`` cuts: this rank
+keeps ``[start, stop)`` of that dim, perhaps nothing. A 0-dim parameter, or one that is to be
+replicated, is kept whole by every rank. Two faces stand in the modules, one at a time:
 
-* ``sharded``, a DTensor over the unit's flat shard, placements ``[Replicate(), Shard(0)]`` on
-  ("replica", "shard"). It is what the user, the optimizer and checkpoints see, and stands there
-  whenever the unit is not gathered.
-* ``full``, an ordinary leaf over the unit's slot of the pool, while the unit is gathered.
+* ``sharded``, a DTensor over the unit's flat shard. It is what the user, the optimizer and
+  checkpoints see, and stands there whenever the unit is not gathered.
+* ``full``, an ordinary leaf over the unit's slot of the pool, while the unit is gathered (over its
+  local part of a tensor-parallel mesh, if the parameter was a DTensor before it was cut).
 
 Both are made once and stay the same objects, so an optimizer or a saved graph never points at a
 discarded one.
+
+If the cut dim is the slowest in memory, every rank's part of the full parameter is one contiguous
+run, which travels from there and lands there without a copy. Otherwise it travels in a tensor with
+the cut dim first, and is copied.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from terashard.comm.rows import row_range
 from terashard.errors import RunError
+from terashard.shard.flat import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +41,77 @@ class Place:
         """Let ``parameter`` stand here, without the checks and copies of ``setattr``."""
         self.module._parameters[self.attribute] = parameter
 
+    def find(self) -> nn.Parameter | None:
+        """What stands here."""
+        return self.module._parameters.get(self.attribute)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which part of a parameter is whose: ``dim`` in ``shards`` parts, or None for all of it."""
+
+    dim: int | None
+    shards: int
+    shard: int
+
+    def range(self, shape: torch.Size) -> tuple[int, int]:
+        """Half-open range of the cut dim that this rank keeps."""
+        return (0, 1) if self.dim is None else row_range(shape[self.dim], self.shards, self.shard)
+
+    def part(self, form: Form) -> Form:
+        """The form of this rank's part of a tensor."""
+        if self.dim is None:
+            return form
+        start, stop = self.range(form.shape)
+        return form.part(self.dim, stop - start)
+
+    def own(self, full: Tensor) -> Tensor:
+        """This rank's part of ``full``, a view."""
+        if self.dim is None:
+            return full
+        start, stop = self.range(full.shape)
+        return full.narrow(self.dim, start, stop - start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How the parts of a parameter make a DTensor: where, and of which whole."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def over(self, local: Tensor) -> DTensor:
+        """``local`` as this rank's piece of a DTensor, without a copy."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ShardedParameter:
     """A parameter that is kept in pieces.
 
-    ``original`` is the parameter as the module was built, dropped once its rows are cut. ``places``
+    ``form`` is that of the kept full tensor, ``compute`` the format in which it is gathered.
+    ``original`` is the parameter as the module was built, dropped once its part is cut. ``places``
     are all uses, in this unit and in later ones. ``tied_to`` names the parameter of another stage
-    that always equals this one.
+    that always equals this one. ``dress`` makes a full leaf of a plain one (tensor parallelism).
     """
 
     name: str
-    shape: torch.Size
+    form: Form
+    cut: Cut
+    compute: torch.dtype
+    spread: Spread
     trainable: bool
-    rows: tuple[int, int]
     original: nn.Parameter | None = field(repr=False)
+    dress: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     places: list[Place] = field(default_factory=list, repr=False)
     tied_to: str | None = None
     written: bool = False
@@ -58,51 +120,67 @@ class ShardedParameter:
     local: Tensor = field(init=False, repr=False)
     _storage: torch.UntypedStorage = field(init=False, repr=False)
 
-    @classmethod
-    def of(cls, name: str, parameter: nn.Parameter, shards: int, shard: int) -> "ShardedParameter":
-        """Describe what one shard of ``shards`` keeps of ``parameter``; nothing is allocated."""
-        rows = row_range(parameter.shape[0], shards, shard) if parameter.dim() else (0, 1)
-        return cls(
-            name=name,
-            shape=parameter.shape,
-            trainable=parameter.requires_grad,
-            rows=rows,
-            original=parameter,
-        )
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full parameter (of its local part, on a tensor-parallel mesh)."""
+        return self.form.shape
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Half-open range of the cut dim that this rank keeps."""
+        return self.cut.range(self.shape)
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the parameter has no dim to cut, so that every shard keeps all of it."""
-        return not self.shape
+        """Whether every shard keeps all of it, as there is nothing to cut."""
+        return self.cut.dim is None
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of the rows that this rank keeps."""
-        if self.is_scalar:
-            return self.shape
-        return torch.Size((self.rows[1] - self.rows[0], *self.shape[1:]))
+        """Shape of the part that this rank keeps."""
+        return self.cut.part(self.form).shape
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether every rank's part is one run of the full tensor."""
+        return self.cut.dim is None or self.form.order[0] == self.cut.dim
 
     def own_rows(self, full: Tensor) -> Tensor:
-        """This rank's rows of ``full``, a tensor of the parameter's shape."""
-        return full if self.is_scalar else full[self.rows[0] : self.rows[1]]
+        """This rank's part of ``full``, a tensor of the parameter's shape."""
+        return self.cut.own(full)
 
-    def distribute(self, local: Tensor, mesh: DeviceMesh) -> DTensor:
-        """``local``, of ``local_shape``, as this rank's piece of a DTensor, without a copy."""
-        placements: list[Placement] = [Replicate(), Replicate() if self.is_scalar else Shard(0)]
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=self.shape, stride=stride
+    def travelling(self, full: Tensor) -> Tensor:
+        """The tensor in which the parts of ``full`` travel, the cut dim first; maybe ``full``'s."""
+        if self.is_in_place:
+            return self.form.lying(full)
+        assert self.cut.dim is not None
+        return torch.empty_like(
+            full.movedim(self.cut.dim, 0), memory_format=torch.contiguous_format
         )
 
-    def keep_in(self, local: Tensor, mesh: DeviceMesh) -> None:
+    def at_home(self, travelled: Tensor) -> Tensor:
+        """``travelled`` with the parameter's own order of dims, a view."""
+        if self.is_in_place:
+            back = tuple(self.form.order.index(dim) for dim in range(len(self.form.order)))
+            return travelled.permute(back)
+        assert self.cut.dim is not None
+        return travelled.movedim(0, self.cut.dim)
+
+    def distribute(self, local: Tensor) -> DTensor:
+        """``local``, of ``local_shape``, as this rank's piece of a DTensor, without a copy."""
+        return self.spread.over(local)
+
+    def keep_in(self, local: Tensor) -> None:
         """Move the parameter into ``local``, and let the DTensor over it stand in all places."""
         original = self.original
         assert original is not None
         if not original.is_meta:
-            local.copy_(self.own_rows(original.detach()))
+            source = original.detach()
+            source = source._local_tensor if isinstance(source, DTensor) else source
+            local.copy_(self.own_rows(source))
             self.written = True
         self.local = local
-        self.sharded = nn.Parameter(self.distribute(local, mesh), requires_grad=self.trainable)
+        self.sharded = nn.Parameter(self.distribute(local), requires_grad=self.trainable)
         # Held, so that no other storage is ever found at its address.
         self._storage = self.sharded.untyped_storage()
         self.original = None
@@ -110,9 +188,8 @@ class ShardedParameter:
 
     def compute_in(self, view: Tensor) -> None:
         """Make the full parameter: a leaf over ``view``, sharing its version counter."""
-        # A leaf born in inference mode could never take part in a later training step.
-        with torch.inference_mode(False):
-            self.full = nn.Parameter(view, requires_grad=self.trainable)
+        dressed = view if self.dress is None else self.dress(view)
+        self.full = nn.Parameter(dressed, requires_grad=self.trainable)
 
     def require_written(self) -> None:
         """Refuse to go on with values that nobody ever set."""
@@ -140,3 +217,11 @@ class ShardedParameter:
         """Let the DTensor stand in all places."""
         for place in self.places:
             place.put(self.sharded)
+
+
+def rows_of_stage(form: Form, mesh: DeviceMesh, shards: int, shard: int) -> tuple[Cut, Spread]:
+    """How a pipeline's stage cuts a parameter on its ("replica", "shard") mesh: by rows."""
+    scalar = not form.shape
+    placements: tuple[Placement, ...] = (Replicate(), Replicate() if scalar else Shard(0))
+    spread = Spread(mesh=mesh, placements=placements, shape=form.shape, stride=form.stride)
+    return Cut(None if scalar else 0, shards, shard), spread

@@ -2,23 +2,26 @@ r"""Full-size buffers that are reused for ever, and what keeps autograd from rea
 
 Autograd saves a weight in the forward pass and reads it in the backward pass. If its buffer holds
 another unit's parameters by then, the gradient is silently wrong. The contract of this file:
-*autograd never reads a stale parameter; a stale read raises*.
+*autograd never reads a stale parameter; a stale read raises*. There are three forms.
 
-::
+*Static*: a unit always uses the same slot, so what autograd saved points at the right place again
+once the slot is refilled::
 
     BufferPool ──slot(0)──> Slot ── flat ─────────── one storage, allocated at first use
                              │
                              ├── Lease of unit a ── flat.data   version counter of a's parameters
                              └── Lease of unit b ── flat.data   version counter of b's parameters
 
-Static form: a unit always uses the same slot, so what autograd saved points at the right place
-again once the slot is refilled. A lease's version is even while its content may be read and odd
-while it may not. It is the same even number after every refill with the same values (same
-*generation*), and a greater one once the values may have changed. Autograd compares the number at
-backward with the one it saw at forward, and raises if they differ.
+A lease's version is even while its content may be read and odd while it may not. It is the same
+even number after every refill with the same values (same *generation*), and a greater one once the
+values may have changed. Autograd compares the number at backward with the one it saw at forward,
+and raises if they differ.
 
-A form in which a unit moves between slots would make a lease for the slot it is given; ``Slot``
-stays as it is.
+*Moving* (``moving.py``): a unit may be gathered into another slot while a graph lives. Autograd
+then keeps no view but a note of where in the unit it was.
+
+*Own storage*: a slot of one unit alone, whose memory goes back to the allocator at every release.
+It serves autograd functions that keep parameters where no saved-tensor hook sees them.
 """
 
 from dataclasses import dataclass, field
@@ -29,68 +32,74 @@ from torch import Tensor
 from terashard.errors import RunError
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
     """One buffer, at the disposal of one unit at a time."""
 
     label: str
     device: torch.device
-    dtype: torch.dtype
-    numel: int = 0
-    holder: str | None = None
+    nbytes: int = 0
+    holder: "Lease | None" = None
+    is_own: bool = False
+    """Whether the memory goes back at every release, because one unit alone ever uses it."""
     _flat: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def over(cls, flat: Tensor, label: str) -> "Slot":
         """A slot whose buffer exists already and belongs to somebody else."""
-        return cls(
-            label=label, device=flat.device, dtype=flat.dtype, numel=flat.numel(), _flat=flat
-        )
+        return cls(label=label, device=flat.device, nbytes=flat.nbytes, _flat=flat)
 
-    def reserve(self, numel: int) -> None:
-        """Make the buffer at least ``numel`` elements long; only before its first use."""
-        if self._flat is not None and numel > self._flat.numel():
+    def reserve(self, nbytes: int) -> None:
+        """Make the buffer at least ``nbytes`` long; only before its first use."""
+        if self._flat is not None and nbytes > self._flat.nbytes:
             raise RunError(
-                f"{self.label} is in use with {self._flat.numel()} elements, not {numel};"
+                f"{self.label} is in use with {self._flat.nbytes} bytes, not {nbytes};"
                 " reserve the longest unit before the first gather"
             )
-        self.numel = max(self.numel, numel)
+        self.nbytes = max(self.nbytes, nbytes)
 
     def flat(self) -> Tensor:
-        """The buffer, allocated at the first call."""
+        """The buffer, bytes, allocated at the first call."""
         if self._flat is None:
             # Tensors born in inference mode can never take part in a later training step.
             with torch.inference_mode(False):
-                self._flat = torch.zeros(self.numel, device=self.device, dtype=self.dtype)
+                self._flat = torch.zeros(self.nbytes, device=self.device, dtype=torch.uint8)
         return self._flat
 
-    def take(self, owner: str) -> None:
-        """Hand the slot to ``owner``; refused while another unit is there."""
+    def take(self, lease: "Lease") -> None:
+        """Hand the slot to a lease; refused while another unit is there."""
         if self.holder is not None:
             raise RunError(
-                f"unit {owner} needs {self.label}, which unit {self.holder} holds;"
-                f" release {self.holder} first, or give the two units different slots"
+                f"unit {lease.owner} needs {self.label}, which unit {self.holder.owner} holds;"
+                f" release {self.holder.owner} first, or give the two units different slots"
             )
-        self.holder = owner
+        self.holder = lease
+        if self.is_own:
+            self.flat().untyped_storage().resize_(self.nbytes)
 
     def give_back(self) -> None:
         """End the present holder's use."""
         self.holder = None
+        if self.is_own:
+            self.flat().untyped_storage().resize_(0)
 
 
 class BufferPool:
-    """The slots of one device and number format, by number."""
+    """The slots of one device, by number."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.dtype = dtype
-        self._slots: dict[int, Slot] = {}
+        self.slots: dict[int, Slot] = {}
 
     def slot(self, number: int) -> Slot:
         """Slot ``number``, made at the first call."""
-        if number not in self._slots:
-            self._slots[number] = Slot(label=f"slot {number}", device=self.device, dtype=self.dtype)
-        return self._slots[number]
+        if number not in self.slots:
+            self.slots[number] = Slot(label=f"slot {number}", device=self.device)
+        return self.slots[number]
+
+    def spare(self) -> Slot:
+        """A slot that nobody has used yet."""
+        return self.slot(len(self.slots))
 
 
 class Lease:
@@ -99,8 +108,8 @@ class Lease:
     def __init__(self, slot: Slot, owner: str) -> None:
         self.slot = slot
         self.owner = owner
-        self._generation = 0
-        self._is_open = False
+        self.generation = 0
+        self.is_open = False
         self._view: Tensor | None = None
 
     @property
@@ -114,23 +123,23 @@ class Lease:
 
     def renew(self) -> None:
         """Begin a generation: the values differ, so graphs of the last one must not be run."""
-        self._generation += 1
-        if self._is_open:
+        self.generation += 1
+        if self.is_open:
             self.open()
 
     def take(self) -> None:
         """Claim the slot; its content may not be read yet."""
-        self.slot.take(self.owner)
+        self.slot.take(self)
 
     def open(self) -> None:
         """Declare that the slot now holds this unit's parameters of the present generation."""
-        self._is_open = True
-        self._set_version(2 * self._generation + 2)
+        self.is_open = True
+        self._set_version(2 * self.generation + 2)
 
     def close(self) -> None:
         """Declare the content unreadable, and give the slot back."""
-        self._is_open = False
-        self._set_version(2 * self._generation + 3)
+        self.is_open = False
+        self._set_version(2 * self.generation + 3)
         self.slot.give_back()
 
     def _set_version(self, version: int) -> None:

@@ -12,29 +12,11 @@ from typing import assert_never
 from torch import Tensor
 
 from terashard.comm.group import Group, Work
-from terashard.comm.mesh import Mesh
 from terashard.errors import RunError
 from terashard.schedule.actions import Over
+from terashard.shard.axes import Axes
 from terashard.shard.gradient import Gradients
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What a unit has asked for so far; bytes: of the tensors handed to a group of several."""
-
-    gathers: int = 0
-    gathered_bytes: int = 0
-    reductions: int = 0
-    reduced_bytes: int = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        """What two units have asked for together."""
-        return Traffic(
-            self.gathers + other.gathers,
-            self.gathered_bytes + other.gathered_bytes,
-            self.reductions + other.reductions,
-            self.reduced_bytes + other.reduced_bytes,
-        )
+from terashard.shard.residence import Traffic
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +24,7 @@ class Reduction:
     """The reductions of one unit: what was summed in this step, and what is still on its way."""
 
     unit: str
-    mesh: Mesh
+    axes: Axes
     traffic: Traffic
     done: set[Over] = field(default_factory=set)
     _works: list[Work] = field(default_factory=list)
@@ -55,7 +37,7 @@ class Reduction:
     @property
     def is_final(self) -> bool:
         """Whether the rows hold sums over the shards."""
-        return "shard" in self.done or self.mesh.shard_reduce.size == 1
+        return "shard" in self.done or self.axes.shard_reduce.size == 1
 
     def begin(self) -> None:
         """Begin a step."""
@@ -78,7 +60,7 @@ class Reduction:
             case "shard":
                 self._over_shards(gradients)
             case "replica":
-                self._sum(self.mesh.replica, [gradients.flat_rows])
+                self._sum(self.axes.replica, [gradients.flat_rows])
             case "tie":
                 self._over_ties(gradients)
             case _:
@@ -108,7 +90,7 @@ class Reduction:
             )
 
     def _over_shards(self, gradients: Gradients) -> None:
-        group = self.mesh.shard_reduce
+        group = self.axes.shard_reduce
         if group.size == 1:
             return
         cut, scalars = gradients.pairs(scalar=False), gradients.pairs(scalar=True)
@@ -121,7 +103,7 @@ class Reduction:
         self._sum(group, [kept for _, kept in scalars])
 
     def _over_ties(self, gradients: Gradients) -> None:
-        tied, group = gradients.tied_rows(), self.mesh.tie
+        tied, group = gradients.tied_rows(), self.axes.tie
         if not tied or group is None:
             why = "this rank has no stage to tie to" if tied else "none of its parameters is tied"
             raise RunError(

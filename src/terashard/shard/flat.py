@@ -36,7 +36,7 @@ class Form:
         """The form of ``tensor`` if its elements lie densely in some order, else a plain one."""
         order = tuple(range(tensor.dim()))
         if not tensor.is_contiguous():
-            by_stride = tuple(sorted(order, key=lambda dim: (-int(tensor.stride(dim)), dim)))
+            by_stride = tuple(sorted(order, key=lambda dim: (-tensor.stride()[dim], dim)))
             if tensor.permute(by_stride).is_contiguous():
                 order = by_stride
         return cls(tensor.shape, tensor.dtype, order)

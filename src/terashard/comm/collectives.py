@@ -1,0 +1,96 @@
+"""Groups over any backend of torch.distributed that has collectives, in the plainest way.
+
+For backends without a faster way of their own (``gloo.py``, ``nccl.py``), such as the one between
+threads of one process that torch's tests use. Rows that do not divide evenly are padded on the way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from terashard.comm.alone import AloneGroup
+from terashard.comm.gloo import GlooGroup
+from terashard.comm.group import Group
+from terashard.comm.nccl import NcclGroup
+from terashard.comm.pieces import require_contiguous, require_rows, rows_of, sum_in_order
+from terashard.comm.process import DistributedGroup, Transfers, explained
+from terashard.comm.rows import row_range
+
+
+def group_over(handle: dist.ProcessGroup, name: str) -> Group:
+    """The group of torch's ``handle``, in the fastest way of its backend."""
+    ranks = tuple(dist.get_process_group_ranks(handle))
+    if len(ranks) == 1:
+        return AloneGroup(ranks[0])
+    kinds = {"gloo": GlooGroup, "nccl": NcclGroup}
+    return kinds.get(dist.get_backend(handle), CollectiveGroup)(handle, ranks, name)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveGroup(DistributedGroup):
+    """A group whose handle is of any backend."""
+
+    @property
+    def receives_ahead(self) -> int:
+        """See ``Group.receives_ahead``."""
+        return 0
+
+    def gather_rows(self, full: Sequence[Tensor]) -> Transfers:
+        """See ``Group.gather_rows``."""
+        what = self.where("gather_rows")
+        works: list[dist.Work] = []
+        padded: list[tuple[Tensor, Tensor]] = []
+        for tensor in full:
+            require_contiguous(tensor, what)
+            target, own = self._target(tensor)
+            if target.data_ptr() != tensor.data_ptr():
+                padded.append((tensor, target))
+            with explained(what):
+                work = dist.all_gather_single(target, own, group=self.handle, async_op=True)
+            works += [] if work is None else [work]
+
+        def finish() -> None:
+            for tensor, target in padded:
+                tensor.data.copy_(target[: tensor.shape[0]])
+
+        return Transfers(what, works, finish, list(full))
+
+    def sum_scatter(self, full: Sequence[Tensor], rows: Sequence[Tensor]) -> Transfers:
+        """See ``Group.sum_scatter``."""
+        what = self.where("sum_scatter")
+        require_rows(full, rows, self.size, self.rank)
+        works: list[dist.Work] = []
+        parts: list[Tensor] = []
+        for tensor in full:
+            require_contiguous(tensor, what)
+            counts = [stop - start for start, stop in self._ranges(tensor.shape[0])]
+            own = counts[self.rank]
+            part = tensor.new_empty((self.size * own, *tensor.shape[1:]))
+            with explained(what):
+                work = dist.all_to_all_single(
+                    part, tensor.data, [own] * self.size, counts, group=self.handle, async_op=True
+                )
+            works += [] if work is None else [work]
+            parts.append(part)
+
+        def finish() -> None:
+            for part, out in zip(parts, rows, strict=True):
+                sum_in_order(part.view(self.size, *out.shape).unbind(0), out)
+
+        return Transfers(what, works, finish, list(full))
+
+    def _target(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Where to gather ``tensor``, with this member's rows of it in their place."""
+        own = rows_of(tensor, self.size, self.rank)
+        if tensor.shape[0] % self.size == 0:
+            return tensor.data, own.clone()
+        each = -(-tensor.shape[0] // self.size)
+        target = tensor.new_empty((self.size * each, *tensor.shape[1:]))
+        mine = tensor.new_zeros((each, *tensor.shape[1:]))
+        mine[: own.shape[0]].copy_(own)
+        return target, mine
+
+    def _ranges(self, rows: int) -> list[tuple[int, int]]:
+        return [row_range(rows, self.size, member) for member in range(self.size)]

@@ -8,28 +8,38 @@ import pytest
 import terashard
 
 PUBLIC = [
+    "CPUOffloadPolicy",
     "Carry",
     "Cell",
     "CrossEntropy",
+    "DataParallelMeshDims",
     "Grid",
     "KeyValueCarry",
     "Mesh",
     "MicroBatch",
+    "MixedPrecisionPolicy",
     "ModelSpec",
+    "OffloadPolicy",
     "Pipeline",
     "Plan",
     "Precision",
     "RunConfig",
     "Schedule",
+    "ShardPlacementResult",
+    "ShardedModule",
     "StageModule",
     "StateCarry",
     "StepResult",
     "TerashardError",
     "Timeline",
     "TokenSlice",
+    "UnshardHandle",
     "__version__",
     "check",
+    "fully_shard",
+    "register_fsdp_forward_method",
     "run_threads",
+    "share_comm_ctx",
 ]
 
 

@@ -7,27 +7,37 @@ from importlib import import_module
 from typing import Any
 
 _HOMES: dict[str, str] = {
+    "CPUOffloadPolicy": "terashard.shard.api",
     "Carry": "terashard.nn.protocols",
     "Cell": "terashard.schedule.actions",
     "CrossEntropy": "terashard.nn.loss",
+    "DataParallelMeshDims": "terashard.shard.api",
     "Grid": "terashard.schedule.actions",
     "KeyValueCarry": "terashard.nn.carry",
     "Mesh": "terashard.comm.mesh",
     "MicroBatch": "terashard.schedule.actions",
+    "MixedPrecisionPolicy": "terashard.shard.api",
     "ModelSpec": "terashard.spec.model",
+    "OffloadPolicy": "terashard.shard.api",
     "Pipeline": "terashard.runtime.pipeline",
     "Plan": "terashard.plan.plan",
     "Precision": "terashard.shard.precision",
     "RunConfig": "terashard.config.schema",
     "Schedule": "terashard.schedule.schedule",
+    "ShardPlacementResult": "terashard.shard.api",
+    "ShardedModule": "terashard.shard.api",
     "StageModule": "terashard.nn.protocols",
     "StateCarry": "terashard.nn.carry",
     "StepResult": "terashard.runtime.pipeline",
     "TerashardError": "terashard.errors",
     "Timeline": "terashard.simulate.timeline",
     "TokenSlice": "terashard.nn.protocols",
+    "UnshardHandle": "terashard.shard.api",
     "check": "terashard.schedule.check",
+    "fully_shard": "terashard.shard.api",
+    "register_fsdp_forward_method": "terashard.shard.api",
     "run_threads": "terashard.comm.threads",
+    "share_comm_ctx": "terashard.shard.api",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -1,7 +1,7 @@
 """The ranks over which a unit is cut and summed, as ``shard`` sees them, whoever made the groups.
 
-A pipeline's ``Mesh`` is one such set; ``DataAxes`` is the one of a module that is sharded by itself,
-over a one- or two-dimensional ``DeviceMesh`` of torch.
+A pipeline's ``Mesh`` is one such set; ``DataAxes`` is the one of a module that is sharded by
+itself, over a one- or two-dimensional ``DeviceMesh`` of torch.
 """
 
 from dataclasses import dataclass

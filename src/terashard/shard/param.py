@@ -112,6 +112,8 @@ class ShardedParameter:
     trainable: bool
     original: nn.Parameter | None = field(repr=False)
     dress: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+    data_axes: tuple[int, ...] = ()
+    """Axes of the full leaf's own mesh that are data-parallel."""
     places: list[Place] = field(default_factory=list, repr=False)
     tied_to: str | None = None
     written: bool = False
@@ -158,6 +160,13 @@ class ShardedParameter:
             full.movedim(self.cut.dim, 0), memory_format=torch.contiguous_format
         )
 
+    def as_rows(self, tensor: Tensor) -> Tensor:
+        """``tensor``, full or this rank's part, with the cut dim first; a view."""
+        if self.is_in_place:
+            return tensor.permute(self.form.order)
+        assert self.cut.dim is not None
+        return tensor.movedim(self.cut.dim, 0)
+
     def at_home(self, travelled: Tensor) -> Tensor:
         """``travelled`` with the parameter's own order of dims, a view."""
         if self.is_in_place:
@@ -186,10 +195,43 @@ class ShardedParameter:
         self.original = None
         self.show_sharded()
 
+    @property
+    def lies_in_place(self) -> bool:
+        """Whether the public parameter still lies where it was put."""
+        found: Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
+        return found.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+
+    def lie_in(self, local: Tensor) -> None:
+        """Move the values of the public parameter, whatever was made of it, into ``local``."""
+        public = self.sharded
+        assert isinstance(public, DTensor)
+        local.copy_(public._local_tensor)
+        public._local_tensor = local
+        self.local = local
+        self.show_sharded()
+
     def compute_in(self, view: Tensor) -> None:
         """Make the full parameter: a leaf over ``view``, sharing its version counter."""
         dressed = view if self.dress is None else self.dress(view)
         self.full = nn.Parameter(dressed, requires_grad=self.trainable)
+
+    def local_gradient(self, gradient: DTensor) -> Tensor:
+        """This rank's part of a gradient that is spread over a tensor-parallel mesh.
+
+        On the axes over which the parameter is cut here, partial sums stay: they are summed later.
+        """
+        full = self.full
+        assert isinstance(full, DTensor)
+        if gradient.placements != full.placements:
+            wanted = [
+                found if axis in self.data_axes and found.is_partial() else here
+                for axis, (found, here) in enumerate(
+                    zip(gradient.placements, full.placements, strict=True)
+                )
+            ]
+            gradient = gradient.redistribute(placements=wanted)
+        local: Tensor = gradient._local_tensor
+        return local
 
     def require_written(self) -> None:
         """Refuse to go on with values that nobody ever set."""

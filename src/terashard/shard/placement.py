@@ -12,7 +12,7 @@ Gathers and reductions get a process group each, made once for every group of sh
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -85,6 +85,19 @@ class DataMesh:
         both = DeviceMesh._concatenate([flat(dims.replicate_names), flat(dims.shard_names)])
         return made(mesh=both, shard_axis=1, replicate_axis=0)
 
+    @classmethod
+    def of_info(cls, info: Any, beside: "DataMesh") -> "DataMesh":
+        """The mesh of a ``ShardPlacementResult``, torch's ``FSDPMeshInfo``."""
+        if info.mesh is beside.mesh:
+            return beside
+        return cls(
+            mesh=info.mesh,
+            shard_axis=info.shard_mesh_dim,
+            replicate_axis=info.replicate_mesh_dim,
+            dims=info.dp_mesh_dims,
+            spmd=info.spmd_mesh,
+        )
+
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
@@ -154,6 +167,8 @@ class Division:
     cut: Cut
     spread: Spread
     dress: Callable[[Tensor], Tensor] | None = None
+    data_axes: tuple[int, ...] = ()
+    """Axes of the full leaf's own mesh that are data-parallel."""
 
 
 def divide(
@@ -183,7 +198,13 @@ def divide(
         if data.dims is None
         else _inside(name, parameter, data, placement)
     )
-    return Division(form=form, cut=cut, spread=spread, dress=_dresser(parameter))
+    return Division(
+        form=form,
+        cut=cut,
+        spread=spread,
+        dress=_dresser(parameter),
+        data_axes=_data_axes(parameter, data),
+    )
 
 
 def _settled(name: str, form: Form, placement: Placement | None, axes: DataAxes) -> Placement:
@@ -200,6 +221,13 @@ def _settled(name: str, form: Form, placement: Placement | None, axes: DataAxes)
             f" dims 0 to {len(form.shape) - 1} are there"
         )
     return Shard(dim)
+
+
+def _data_axes(parameter: DTensor, data: DataMesh) -> tuple[int, ...]:
+    names = parameter.device_mesh.mesh_dim_names
+    if data.dims is None or names is None:
+        return ()
+    return tuple(names.index(n) for n in (*data.dims.shard_names, *data.dims.replicate_names))
 
 
 def _dresser(parameter: DTensor) -> Callable[[Tensor], Tensor]:

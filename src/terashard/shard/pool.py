@@ -58,6 +58,11 @@ class Slot:
             )
         self.nbytes = max(self.nbytes, nbytes)
 
+    def grow(self, nbytes: int) -> None:
+        """Make the buffer long enough, with another memory if need be; nobody may be there."""
+        if nbytes > self.nbytes or self.is_own:
+            self.nbytes, self._flat = nbytes, None
+
     def flat(self) -> Tensor:
         """The buffer, bytes, allocated at the first call."""
         if self._flat is None:

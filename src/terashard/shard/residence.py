@@ -87,6 +87,10 @@ class Residence:
         """Bytes of a slot that holds the full parameters."""
         return self._layout.nbytes
 
+    def holds(self, slot: Slot) -> bool:
+        """Whether the unit is in ``slot``."""
+        return slot.holder is not None and slot.holder is self._lease
+
     @property
     def slot(self) -> Slot:
         """The slot where the full parameters lie, or lay last."""
@@ -170,9 +174,14 @@ class Residence:
             raise RunError(f"unit {self.name} has no slot; assign one before the first gather")
         return self._lease
 
+    @property
+    def _kept_device(self) -> torch.device:
+        """Where the pieces are kept."""
+        return self.axes.device
+
     def _keep_rows(self) -> None:
         layout = FlatLayout.of([p.cut.part(p.form) for p in self.parameters])
-        self._shard = layout.zeros(self.axes.device)
+        self._shard = layout.zeros(self._kept_device)
         for parameter, local in zip(self.parameters, layout.views(self._shard), strict=True):
             parameter.keep_in(local)
 

@@ -1,0 +1,171 @@
+"""From a plain module to a sharded one: which parameters, cut how, in which units.
+
+A call takes the parameters of its modules that no earlier call on a module inside took. A parameter
+that an earlier unit owns and a later one uses too (a tied head) stays where it is: the later unit
+borrows it. Parameters that are cut over different ranks (a placement function may say so) go into
+units of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from terashard.errors import ConfigError
+from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.module_unit import ModuleUnit
+from terashard.shard.param import Place, ShardedParameter
+from terashard.shard.placement import DataMesh, divide
+from terashard.shard.rules import Pool, Rules
+
+_CUT = WeakTensorKeyDictionary()
+"""By a parameter as it was before it was cut: its unit and what became of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One ``fully_shard`` call."""
+
+    data: DataMesh
+    rules: Rules
+    pool: Pool
+    placement: Callable[[nn.Parameter], Any] | None
+    ignored: frozenset[nn.Parameter]
+
+
+@dataclass(slots=True)
+class _Found:
+    """Parameters of the modules, each with the places where it stands."""
+
+    places: dict[nn.Parameter, list[Place]] = field(default_factory=dict)
+    names: dict[nn.Parameter, str] = field(default_factory=dict)
+
+
+def shard_modules(modules: Sequence[nn.Module], request: Request) -> Sharding:
+    """Cut the parameters of ``modules`` in place, and hook the modules."""
+    found = _collect(modules, request.ignored)
+    owned = [p for p in found.places if p not in _CUT]
+    lenders: list[ModuleUnit] = []
+    for parameter, places in found.places.items():
+        if parameter in _CUT:
+            unit, sharded = _CUT[parameter]
+            sharded.places += places
+            sharded.show_sharded()
+            if unit not in lenders:
+                lenders.append(unit)
+    units = [
+        _unit(modules[0], parameters, data, request, found)
+        for data, parameters in _by_mesh(owned, request).items()
+    ]
+    for unit in units:
+        unit.lenders = tuple(lenders)
+    _move_buffers(modules, request.data.device)
+    return Sharding(modules, units, request.rules, request.pool)
+
+
+def _unit(
+    module: nn.Module,
+    parameters: Sequence[tuple[nn.Parameter, Placement | None]],
+    data: DataMesh,
+    request: Request,
+    found: _Found,
+) -> ModuleUnit:
+    axes = data.axes()
+    described = []
+    for parameter, placement in parameters:
+        name = found.names[parameter]
+        division = divide(name, parameter, data, axes, placement)
+        described.append(
+            ShardedParameter(
+                name=name,
+                form=division.form,
+                cut=division.cut,
+                compute=request.rules.compute_dtype(division.form.dtype),
+                spread=division.spread,
+                trainable=parameter.requires_grad,
+                original=parameter,
+                dress=division.dress,
+                data_axes=division.data_axes,
+                places=found.places[parameter],
+            )
+        )
+    unit = ModuleUnit(type(module).__name__, module, described, axes=axes, rules=request.rules)
+    for (parameter, _), sharded in zip(parameters, described, strict=True):
+        _CUT[parameter] = (unit, sharded)
+    return unit
+
+
+def _by_mesh(
+    parameters: Sequence[nn.Parameter], request: Request
+) -> dict[DataMesh, list[tuple[nn.Parameter, Placement | None]]]:
+    grouped: dict[DataMesh, list[tuple[nn.Parameter, Placement | None]]] = {request.data: []}
+    meshes: dict[int, DataMesh] = {}
+    for parameter in parameters:
+        placement = None if request.placement is None else request.placement(parameter)
+        data = request.data
+        info = getattr(placement, "mesh_info", None)
+        if info is not None:
+            placement = placement.placement
+            data = meshes.setdefault(id(info), DataMesh.of_info(info, request.data))
+        if placement is not None and not isinstance(placement, Placement):
+            raise ValueError(
+                f"shard_placement_fn returned {placement!r}; it may return Shard(dim), Replicate(),"
+                " a ShardPlacementResult, or None"
+            )
+        grouped.setdefault(data, []).append((parameter, placement))
+    if len(grouped) > 1 and not grouped[request.data]:
+        del grouped[request.data]
+    return grouped
+
+
+def _collect(modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter]) -> _Found:
+    found = _Found()
+    for prefix, module in _managed(modules):
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            if isinstance(parameter, DTensor) and getattr(parameter, "_is_cut", False):
+                continue
+            found.places.setdefault(parameter, []).append(Place(module, attribute))
+            found.names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
+    return found
+
+
+def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose parameters this call takes: not those of an inner call."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, module: nn.Module, top: bool) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or (not top and sharding_of(module) is not None):
+            return
+        seen.add(module)
+        yield prefix, module
+        for name, child in module.named_children():
+            yield from walk(f"{prefix}.{name}" if prefix else name, child, top=False)
+
+    for module in modules:
+        if sharding_of(module) is not None:
+            raise ConfigError(
+                f"this {type(module).__name__} is sharded already; fully_shard takes a module once"
+            )
+        yield from walk("", module, top=True)
+
+
+def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    for _, module in _managed_now(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _managed_now(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for module in modules:
+        for name, child in module.named_modules():
+            if child is module or sharding_of(child) is None:
+                yield name, child

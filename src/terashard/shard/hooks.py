@@ -1,0 +1,275 @@
+r"""Drives the units of a sharded module from its forward and backward passes.
+
+::
+
+    pre-forward     bring its units, wait, show them; inputs cast; inputs' gradients watched
+    forward
+    post-forward    hide them (or keep, or cut to a smaller group); outputs' gradients watched
+    ···
+    gradient of an output comes     bring, wait, show (and issue the next one's gather)
+    backward
+    all its leaves have gradients, or those of its inputs are there      sum, hide
+
+Several modules may share units: a pass is over when each of them ran once, or the root's is over.
+Activation checkpointing runs forward again inside a backward pass. A unit that is in its own
+backward then stays as it is; any other goes through a forward pass as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.utils import _apply_to_tensors
+from torch.utils.hooks import RemovableHandle
+
+from terashard.errors import RunError
+from terashard.shard.module_unit import ModuleUnit, Use
+from terashard.shard.root import Root
+from terashard.shard.rules import Pool, Rules
+
+
+class Sharding:
+    """What ``fully_shard`` knows of the modules of one call."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], units: Sequence[ModuleUnit], rules: Rules, pool: Pool
+    ) -> None:
+        self.modules = tuple(modules)
+        self.units = tuple(units)
+        self.rules = rules
+        self.pool = pool
+        self.root: Root | None = None
+        self.is_root = False
+        self.forward_prefetch: list[Sharding] = []
+        self.backward_prefetch: list[Sharding] = []
+        self.handles: list[RemovableHandle] = []
+        self._to_run: set[nn.Module] = set()
+        self._is_in_backward = False
+        for module in modules:
+            self.handles += [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward, prepend=False),
+                module.register_state_dict_pre_hook(self._before_state_dict),
+                module.register_load_state_dict_pre_hook(self._before_load),
+            ]
+
+    # ---- the passes -----------------------------------------------------------------------------
+
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the parameters full; cast and watch the inputs."""
+        root = self.settled(module)
+        args, kwargs = self._cast(args), self._cast(kwargs)
+        if self._runs_again(root):
+            self._bring(root, "backward")
+            return args, kwargs
+        recomputed = _in_backward()
+        if not self._to_run:
+            self._to_run = set(self.modules)
+            if self.is_root and not recomputed and not root.is_in_forward:
+                root.begin_forward()
+                self._began = True
+            self._bring(root, "backward" if recomputed else "forward")
+            for following in self.forward_prefetch:
+                following.issue("forward")
+        if torch.is_grad_enabled():
+            self._watch_inputs(root, (args, kwargs))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Let go of the parameters, and watch the outputs."""
+        root = self.settled(module)
+        if self._runs_again(root):
+            return self._cast_output(output)
+        self._to_run.discard(module)
+        if torch.is_grad_enabled():
+            output = self._watch_outputs(root, output)
+        if not self._to_run:
+            self._let_go()
+        if self.is_root and getattr(self, "_began", False) and not _in_backward():
+            self._began = False
+            for other in root.shardings:
+                if other is not self and other._to_run:
+                    other._to_run = set()
+                    other._let_go()
+            root.end_forward()
+        return self._cast_output(output)
+
+    def pre_backward(self, root: Root) -> None:
+        """A gradient of an output came: make the parameters full for the backward pass."""
+        root.begin_backward()
+        self._is_in_backward = True
+        if not self.rules.unshard_in_backward:
+            return
+        self._bring(root, "backward")
+        for following in reversed(self.backward_prefetch):
+            following.issue("backward")
+
+    def post_backward(self) -> None:
+        """The gradients of all inputs are there."""
+        root = self.root
+        if root is None or not root.is_in_backward:
+            return
+        self._is_in_backward = False
+        for unit in self.units:
+            if not unit.uses:
+                root.ready(unit)
+
+    # ---- by hand --------------------------------------------------------------------------------
+
+    def issue(self, phase: str = "alone") -> None:
+        """Issue the gathers of the units."""
+        root = self.settled(self.modules[0])
+        for unit in self.units:
+            root.bring(unit, phase)
+
+    def unshard(self) -> None:
+        """Make the parameters full, until ``reshard``."""
+        root = self.settled(self.modules[0])
+        self.issue()
+        for unit in self.units:
+            root.show(unit)
+
+    def reshard(self) -> None:
+        """Let go of the full parameters."""
+        for unit in self.units:
+            unit.drop()
+
+    def settled(self, module: nn.Module) -> Root:
+        """The root of the tree; the first module that asks becomes it."""
+        if self.root is None:
+            _plant(module)
+        assert self.root is not None
+        return self.root
+
+    # ---- pieces ---------------------------------------------------------------------------------
+
+    def _runs_again(self, root: Root) -> bool:
+        return self._is_in_backward and root.is_in_backward and _in_backward()
+
+    def _bring(self, root: Root, phase: str) -> None:
+        for unit in self.units:
+            root.bring(unit, phase)
+        for unit in self.units:
+            root.show(unit)
+
+    def _let_go(self) -> None:
+        for unit in self.units:
+            if unit.rules.reshard_after_forward is False:
+                continue
+            unit.hide()
+
+    def _watch_inputs(self, root: Root, inputs: Any) -> None:
+        watched = [t for t in _tensors(inputs) if t.requires_grad and t.grad_fn is not None]
+        if not watched:
+            return
+        use = self._use()
+        left = len(watched)
+
+        def computed(_: Tensor) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                for unit in self.units:
+                    unit.uses.discard(use)
+                self.post_backward()
+
+        for tensor in watched:
+            tensor.register_hook(computed)  # type: ignore[no-untyped-call]
+
+    def _watch_outputs(self, root: Root, output: Any) -> Any:
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self.pre_backward(root))  # type: ignore[no-untyped-call]
+            return tensor
+
+        return _apply_to_tensors(watch, output)
+
+    def _use(self) -> Use:
+        use = Use()
+        for unit in self.units:
+            unit.uses.add(use)
+        return use
+
+    def _cast(self, inputs: Any) -> Any:
+        wanted = self.rules.precision.param_dtype
+        if wanted is None or not self.rules.precision.cast_forward_inputs:
+            return inputs
+        return _apply_to_tensors(partial(_to, wanted), inputs)
+
+    def _cast_output(self, output: Any) -> Any:
+        wanted = self.rules.precision.output_dtype
+        return output if wanted is None else _apply_to_tensors(partial(_to, wanted), output)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.reshard()
+
+    def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Plain tensors of one device load too: each rank takes its part of them."""
+        self.reshard()
+        for unit in self.units:
+            for p in unit.parameters:
+                for place in p.places:
+                    if place.module is not module:
+                        continue
+                    key = prefix + place.attribute
+                    found = state.get(key)
+                    if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter):
+                        state[key] = p.distribute(p.own_rows(found.detach()).to(p.local.device))
+
+
+def sharding_of(module: nn.Module) -> Sharding | None:
+    """What ``fully_shard`` knows of ``module``, or None if it was not sharded itself."""
+    found: Sharding | None = module.__dict__.get("_sharding")
+    return found
+
+
+def _plant(module: nn.Module) -> None:
+    """Make ``module`` the root of its tree."""
+    found: list[Sharding] = []
+    for _, child in module.named_modules():
+        sharding = sharding_of(child)
+        if sharding is not None and sharding not in found:
+            found.append(sharding)
+    mine = found[0]
+    for unit in mine.units:
+        if unit.rules.reshard_after_forward is None:
+            unit.rules.reshard_after_forward = False
+    parents = frozenset(
+        unit for s in found for unit in s.units if any(_below(s, other) for other in found)
+    )
+    units = [unit for s in found for unit in s.units]
+    root = Root(units, parents, mine.pool)
+    root.shardings = found
+    for sharding in found:
+        sharding.root, sharding.is_root = root, sharding is mine
+
+
+def _below(upper: Sharding, lower: Sharding) -> bool:
+    """Whether a module of ``lower`` stands inside one of ``upper``."""
+    return upper is not lower and any(
+        inner is child
+        for outer in upper.modules
+        for inner in lower.modules
+        for child in outer.modules()
+    )
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _apply_to_tensors(lambda t: found.append(t) or t, tree)
+    return found
+
+
+def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,188 @@
+r"""A unit of a module that is sharded by itself: full when its module computes, summed when it is done.
+
+It is driven by module hooks (``hooks.py``) through the ``Root`` of its tree. Beyond ``Residence``:
+
+* *Hidden*: after its forward a unit gives its place in the modules back to the DTensors, but its
+  slot stays filled until somebody else needs it. So the last units of the forward pass are still
+  there when the backward pass begins.
+* *Stale*: an optimizer step changes the kept parts; what was gathered before is then of no use. The
+  version counters of the public parameters tell.
+* *Adopted*: ``load_state_dict(assign=True)``, ``to_empty`` and ``.to(dtype)`` put other DTensors in
+  place of the public ones; their values are taken over.
+"""
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from terashard.errors import RunError
+from terashard.shard.axes import DataAxes
+from terashard.shard.flat import FlatLayout, Form
+from terashard.shard.landing import Landing
+from terashard.shard.param import Place, ShardedParameter
+from terashard.shard.pool import Slot
+from terashard.shard.residence import Residence, UnitState
+from terashard.shard.rules import Rules
+
+
+class Use:
+    """One forward pass of a unit's module whose backward may still come."""
+
+    __slots__ = ("__weakref__",)
+
+
+class ModuleUnit(Residence):
+    """The parameters of the modules of one ``fully_shard`` call that are cut over the same ranks."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        parameters: Sequence[ShardedParameter],
+        *,
+        axes: DataAxes,
+        rules: Rules,
+    ) -> None:
+        super().__init__(name, module, parameters, axes)
+        self.rules = rules
+        self.is_active = False
+        """Whether code that reads the full parameters is running, or may at any time."""
+        self.uses: WeakSet[Use] = WeakSet()
+        self.arrived: set[ShardedParameter] = set()
+        """Parameters whose gradient is complete in the backward pass that is going on."""
+        self.lenders: tuple[ModuleUnit, ...] = ()
+        self._stamp = -1
+        self._moves = False
+        self.landing = Landing(self.parameters, axes=axes, rules=rules, traffic=self.traffic)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the kept parts changed since they were gathered."""
+        return self._stamp != self._versions()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the full parameters are in the slot, of the present values."""
+        return self.state is not UnitState.SHARDED and not self.is_stale
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter of the unit wants a gradient."""
+        return any(p.trainable for p in self.parameters)
+
+    def assign(self, slot: Slot, *, moving: bool = False) -> None:
+        """See ``Residence.assign``; an unused unit may be given another slot."""
+        self._lease, self._targets, self._moves = None, None, moving
+        super().assign(slot, moving=moving)
+        self._full_views()
+        for parameter in self.parameters:
+            _watch(parameter, self)
+
+    def gather(self, slot: Slot | None = None) -> None:
+        """See ``Residence.gather``; takes over what stands in the modules."""
+        self.adopt()
+        versions = self._versions()
+        if versions != self._stamp:
+            self.rewritten()
+        super().gather(slot)
+        self._stamp = versions
+
+    def present(self) -> None:
+        """Let the full parameters stand in the modules; they must have been gathered."""
+        was_full = self.state is UnitState.FULL
+        self.wait()
+        if was_full:
+            self.show_full()
+        self.follow_training()
+        self.is_active = True
+
+    def hide(self) -> None:
+        """Let the public parameters stand in the modules; the slot stays filled for now."""
+        self.is_active = False
+        if self.state is UnitState.FULL:
+            self.show_sharded()
+            if self.slot.is_own:
+                self.release()
+
+    def drop(self) -> None:
+        """Be sharded, whatever was before."""
+        if self.state is UnitState.GATHERING:
+            self.wait()
+        if self.state is UnitState.FULL:
+            self.release()
+        self.is_active = False
+
+    def on_arrival(self) -> None:
+        """Called when a gradient is complete; the root of the tree sets what happens then."""
+
+    def follow_training(self) -> None:
+        """Freeze or thaw the full leaves as the public parameters are."""
+        for p in self.parameters:
+            p.trainable = p.sharded.requires_grad
+            if p.full.requires_grad is not p.trainable:
+                p.full.requires_grad_(p.trainable)
+
+    def adopt(self) -> None:
+        """Take over the values of what was put in place of the public parameters."""
+        changed = False
+        for p in self.parameters:
+            if p.written is False and p.sharded._version > 0:
+                p.written = True
+            there = p.places[0].find()
+            if there is p.sharded and p.lies_in_place or there is p.full:
+                continue
+            self._require_same(p, there)
+            assert isinstance(there, DTensor)
+            p.sharded, p.written, changed = there, True, True  # type: ignore[assignment]
+        if changed:
+            self._lay_again()
+
+    def _require_same(self, p: ShardedParameter, there: nn.Parameter | None) -> None:
+        spread = p.spread
+        if isinstance(there, DTensor) and (there.device_mesh, there.placements, there.shape) == (
+            spread.mesh,
+            spread.placements,
+            spread.shape,
+        ):
+            return
+        found = "nothing" if there is None else f"{type(there).__name__} {tuple(there.shape)}"
+        raise RunError(
+            f"parameter {p.name} was replaced after its module was sharded: {found} stands there,"
+            f" not a DTensor of shape {tuple(spread.shape)} with placements {spread.placements};"
+            " change it in place under torch.no_grad(), or with full_parameters(…, writeback=True)"
+        )
+
+    def _lay_again(self) -> None:
+        """Keep the values of the public parameters in a flat buffer again, in their formats."""
+        before = [p.form.dtype for p in self.parameters]
+        for p in self.parameters:
+            p.form = p.form.cast(p.sharded.dtype)
+        kept = FlatLayout.of([p.cut.part(p.form) for p in self.parameters])
+        self._shard = kept.zeros(self._kept_device)
+        with torch.no_grad():
+            for p, local in zip(self.parameters, kept.views(self._shard), strict=True):
+                p.lie_in(local)
+        if before != [p.form.dtype for p in self.parameters] or self.is_aliased:
+            for p in self.parameters:
+                p.compute = self.rules.compute_dtype(p.form.dtype)
+            self._layout = FlatLayout.of([p.form.cast(p.compute) for p in self.parameters])
+            slot = self.slot
+            slot.grow(self._layout.nbytes)
+            self.assign(slot, moving=self._moves)
+        self._stamp = -1
+
+    def _versions(self) -> int:
+        return sum(p.sharded._version for p in self.parameters)
+
+
+def _watch(p: ShardedParameter, unit: ModuleUnit) -> None:
+    """Note in ``unit.arrived`` when the gradient of ``p`` is complete in a backward pass."""
+
+    def note(_: torch.Tensor) -> None:
+        unit.arrived.add(p)
+        unit.on_arrival()
+
+    p.full.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]

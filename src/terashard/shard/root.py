@@ -1,0 +1,236 @@
+r"""What the units of one tree of sharded modules share: slots, order, and the end of a backward pass.
+
+The first module that runs forward outside any other is the root. From then on, its units
+
+* lie in slots: a unit that stays full, and one that has other units below it, in one of its own;
+  the others take turns in ``ALTERNATING`` slots, in the order in which they were registered;
+* are gathered and summed in an order on which all ranks agree (``order.py``);
+* are finished together when the backward pass ends: sums that are still owed are issued, finished,
+  and put into ``.grad``.
+
+A unit's gradient is final in a backward pass when all its leaves have theirs, or when the
+gradients of its inputs are computed; what is not final by then is at the end of the pass.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terashard.errors import RunError
+from terashard.shard.module_unit import ModuleUnit
+from terashard.shard.moving import MovingLease
+from terashard.shard.param import ShardedParameter
+from terashard.shard.pool import BufferPool, Slot
+from terashard.shard.residence import UnitState
+from terashard.shard.rules import Pool
+from terashard.shard.turn import Turn
+
+ALTERNATING = 2
+"""Slots in which units take turns; one more for every unit that is gathered ahead."""
+
+
+class Root:
+    """The units of one tree, in the order of registration."""
+
+    def __init__(self, units: Sequence[ModuleUnit], parents: frozenset[ModuleUnit], pool: Pool):
+        self.units = tuple(units)
+        self.pool = BufferPool(units[0].axes.device) if units else BufferPool(torch.device("cpu"))
+        self.kind = pool
+        self.is_in_forward = False
+        self.is_in_backward = False
+        self.is_last_backward = True
+        self.max_flying = 1
+        self.shardings: list[Any] = []
+        self.after_optimizer: torch.Event | None = None
+        self._parents = parents
+        self._flying: deque[ModuleUnit] = deque()
+        self._done: list[ModuleUnit] = []
+        self.turn = Turn(self.units)
+        for unit in self.units:
+            unit.on_arrival = self._arrival_of(unit)  # type: ignore[method-assign]
+        self._assign()
+
+    # ---- parameters -----------------------------------------------------------------------------
+
+    def bring(self, unit: ModuleUnit, phase: str) -> None:
+        """Issue the gather of ``unit`` and of those it borrows from, unless they are there."""
+        for lender in unit.lenders:
+            self._bring(lender, phase)
+        self._bring(unit, phase)
+
+    def show(self, unit: ModuleUnit) -> None:
+        """Finish the gather of ``unit`` and of those it borrows from."""
+        for one in (*unit.lenders, unit):
+            one.present()
+
+    def _bring(self, unit: ModuleUnit, phase: str) -> None:
+        if unit.is_there:
+            return
+        for passed in self.turn.reach(unit, phase):
+            if not passed.is_there:
+                self._gather(passed)
+                passed.wait()
+                passed.hide()
+        self._gather(unit)
+
+    def _gather(self, unit: ModuleUnit) -> None:
+        unit.drop()
+        slot = self._slot_for(unit)
+        holder = None if unit.is_aliased else self._holder(slot)
+        if holder is not None:
+            if holder.is_active and not unit.uses:
+                unit.assign(self.pool.spare())
+                slot = unit.slot
+            else:
+                holder.drop()
+        unit.gather(slot)
+
+    def _slot_for(self, unit: ModuleUnit) -> Slot:
+        """Where ``unit`` is to be gathered: its own slot, or the one that is needed last."""
+        if self.kind != "any" or unit.is_aliased:
+            return unit.slot
+        free = [slot for slot in self.pool.slots.values() if self._is_free(slot)]
+        if not free:
+            return self.pool.spare()
+        return max(free, key=lambda slot: (self._next_use(slot), slot is unit.slot))
+
+    def _is_free(self, slot: Slot) -> bool:
+        holder = self._holder(slot)
+        return holder is None or not holder.is_active
+
+    def _next_use(self, slot: Slot) -> int:
+        holder = self._holder(slot)
+        return len(self.units) + 1 if holder is None else self.turn.distance(holder)
+
+    def _holder(self, slot: Slot) -> ModuleUnit | None:
+        if slot.holder is None:
+            return None
+        return next(unit for unit in self.units if unit.holds(slot))
+
+    def _assign(self) -> None:
+        turns = 0
+        for unit in self.units:
+            own = unit in self._parents or unit.rules.reshard_after_forward is False
+            if self.kind == "off":
+                slot = Slot(label=f"memory of unit {unit.name}", device=unit.axes.device)
+                slot.is_own = True
+            elif own:
+                slot = self.pool.slot(1000 + len(self.pool.slots))
+            else:
+                slot, turns = self.pool.slot(turns % ALTERNATING), turns + 1
+            unit.assign(slot, moving=self.kind == "any")
+
+    # ---- forward --------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward pass of the whole tree begins; what an aborted pass left is cleared away."""
+        if self.is_in_backward or self.is_in_forward:
+            self.abandon()
+        for unit in self.units:
+            if not unit.is_active and not self._stays(unit):
+                unit.drop()
+        self.is_in_forward = True
+        self.turn.begin("forward")
+
+    def end_forward(self) -> None:
+        """The forward pass has ended: take part in the gathers that this rank did not need."""
+        for passed in self.turn.rest("forward"):
+            self._take_part(passed)
+        self.is_in_forward = False
+        if not torch.is_grad_enabled():
+            for unit in self.units:
+                if not unit.is_active and not self._stays(unit):
+                    unit.drop()
+
+    def _take_part(self, unit: ModuleUnit) -> None:
+        if not unit.is_there:
+            self._gather(unit)
+            unit.wait()
+            unit.hide()
+
+    def _stays(self, unit: ModuleUnit) -> bool:
+        return unit.rules.reshard_after_forward is False
+
+    # ---- backward -------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Called by the first unit that a backward pass reaches."""
+        if self.is_in_backward:
+            return
+        self.is_in_backward = True
+        self.turn.begin("backward")
+        for unit in self.units:
+            unit.arrived.clear()
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+
+    def ready(self, unit: ModuleUnit) -> None:
+        """The gradient of ``unit`` is final in this backward pass, and nothing reads it any more."""
+        if not unit.rules.reshard_after_backward:
+            unit.is_active = False
+        else:
+            unit.hide()
+        if unit in self._done or not unit.landing.collect():
+            return
+        if unit.rules.sums:
+            self._done.append(unit)
+            for following in self.turn.ready(unit):
+                self._sum(following)
+
+    def end_backward(self) -> None:
+        """Issue the sums that are owed, finish all, publish gradients, clear away."""
+        for passed in self.turn.rest("backward"):
+            self._take_part(passed)
+        for unit in self.units:
+            unit.landing.collect()
+        for unit in self.turn.owed(self._done):
+            self._sum(unit)
+        while self._flying:
+            self._land(self._flying.popleft())
+        self._publish()
+        for unit in self.units:
+            if unit.rules.reshard_after_backward:
+                unit.drop()
+            unit.uses.clear()
+        self._done = []
+        self.is_in_backward = False
+        self.turn.end()
+
+    def abandon(self) -> None:
+        """Clear away what a pass that raised left behind; its gradients are lost."""
+        for unit in self.units:
+            unit.drop()
+            unit.landing.forget()
+            unit.uses.clear()
+        self._flying.clear()
+        self._done = []
+        self.is_in_forward = self.is_in_backward = False
+        self.turn.reset()
+
+    def _sum(self, unit: ModuleUnit) -> None:
+        while len(self._flying) > self.max_flying:
+            self._land(self._flying.popleft())
+        unit.landing.issue()
+        self._flying.append(unit)
+
+    def _land(self, unit: ModuleUnit) -> None:
+        unit.landing.issue_replicas()
+
+    def _publish(self) -> None:
+        flying = [unit for unit in self.units if unit.landing.is_flying]
+        used = self.turn.used_anywhere(flying)
+        for unit in flying:
+            unit.landing.publish(used)
+
+    def _arrival_of(self, unit: ModuleUnit):  # type: ignore[no-untyped-def]
+        def arrived() -> None:
+            if self.is_in_backward and all(
+                p in unit.arrived for p in unit.parameters if p.trainable
+            ):
+                self.ready(unit)
+
+        return arrived

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,7 @@ def _unit(
     for parameter, placement in parameters:
         name = found.names[parameter]
         division = divide(name, parameter, data, axes, placement)
+        alone = axes.shards * axes.replicas == 1
         described.append(
             ShardedParameter(
                 name=name,
@@ -92,13 +94,23 @@ def _unit(
                 original=parameter,
                 dress=division.dress,
                 data_axes=division.data_axes,
+                digest=None if alone or parameter.is_meta else _digest(parameter),
                 places=found.places[parameter],
             )
         )
-    unit = ModuleUnit(type(module).__name__, module, described, axes=axes, rules=request.rules)
+    unit = ModuleUnit(
+        type(module).__name__, module, described, axes=axes, ranks=data.ranks, rules=request.rules
+    )
     for (parameter, _), sharded in zip(parameters, described, strict=True):
         _CUT[parameter] = (unit, sharded)
     return unit
+
+
+def _digest(parameter: nn.Parameter) -> int:
+    """A checksum of the values, the same on all ranks that hold the same ones."""
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    plain = local.detach().contiguous().cpu().reshape(-1)
+    return crc32(plain.view(torch.uint8).numpy()) if plain.numel() else 0
 
 
 def _by_mesh(

@@ -244,11 +244,25 @@ def _plant(module: nn.Module) -> None:
     parents = frozenset(
         unit for s in found for unit in s.units if any(_below(s, other) for other in found)
     )
+    _name(module, found)
     units = [unit for s in found for unit in s.units]
     root = Root(units, parents, mine.pool)
     root.shardings = found
     for sharding in found:
         sharding.root, sharding.is_root = root, sharding is mine
+
+
+def _name(top: nn.Module, shardings: Sequence[Sharding]) -> None:
+    """Name units and parameters as they are called from the root."""
+    names = {module: name for name, module in top.named_modules()}
+    for sharding in shardings:
+        here = names.get(sharding.modules[0], "") or "root"
+        for index, unit in enumerate(sharding.units):
+            unit.rename(here if index == 0 else f"{here}#{index}")
+            for p in unit.parameters:
+                prefix = names.get(p.places[0].module, "")
+                attribute = p.places[0].attribute
+                p.name = f"{prefix}.{attribute}" if prefix else attribute
 
 
 def _below(upper: Sharding, lower: Sharding) -> bool:

@@ -58,6 +58,11 @@ class Landing:
         """Whether a sum was issued and not published."""
         return bool(self._summed)
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait to be summed."""
+        return bool(self._waiting) or any(p.full.grad is not None for p in self.parameters)
+
     def collect(self) -> bool:
         """Take narrow gradients off the leaves, in float32; whether there are any gradients."""
         for p in self.parameters:
@@ -73,7 +78,7 @@ class Landing:
                     self._waiting[p].add_(gradient)
                 else:
                     self._waiting[p] = gradient.to(wide)
-        return any(p in self._waiting or p.full.grad is not None for p in self.parameters)
+        return self.waits
 
     def forget(self) -> None:
         """Drop everything that has not been published."""

@@ -44,9 +44,12 @@ class ModuleUnit(Residence):
         parameters: Sequence[ShardedParameter],
         *,
         axes: DataAxes,
+        ranks: tuple[int, ...],
         rules: Rules,
     ) -> None:
         super().__init__(name, module, parameters, axes)
+        self.ranks = ranks
+        """All data-parallel ranks, global."""
         self.rules = rules
         self.is_active = False
         """Whether code that reads the full parameters is running, or may at any time."""

@@ -117,6 +117,8 @@ class ShardedParameter:
     places: list[Place] = field(default_factory=list, repr=False)
     tied_to: str | None = None
     written: bool = False
+    digest: int | None = None
+    """Of the full values when the parameter was cut; None if it had none."""
     sharded: nn.Parameter = field(init=False, repr=False)
     full: nn.Parameter = field(init=False, repr=False)
     local: Tensor = field(init=False, repr=False)

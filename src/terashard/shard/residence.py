@@ -87,6 +87,12 @@ class Residence:
         """Bytes of a slot that holds the full parameters."""
         return self._layout.nbytes
 
+    def rename(self, name: str) -> None:
+        """Call the unit otherwise from now on."""
+        self.name = name
+        if self._lease is not None:
+            self._lease.owner = name
+
     def holds(self, slot: Slot) -> bool:
         """Whether the unit is in ``slot``."""
         return slot.holder is not None and slot.holder is self._lease

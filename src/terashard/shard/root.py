@@ -19,14 +19,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from terashard.errors import RunError
+from terashard.comm.board import Board
 from terashard.shard.module_unit import ModuleUnit
-from terashard.shard.moving import MovingLease
-from terashard.shard.param import ShardedParameter
 from terashard.shard.pool import BufferPool, Slot
-from terashard.shard.residence import UnitState
 from terashard.shard.rules import Pool
 from terashard.shard.turn import Turn
 
@@ -49,8 +45,9 @@ class Root:
         self.after_optimizer: torch.Event | None = None
         self._parents = parents
         self._flying: deque[ModuleUnit] = deque()
-        self._done: list[ModuleUnit] = []
-        self.turn = Turn(self.units)
+        self._done: set[ModuleUnit] = set()
+        self.turn = Turn(self.units, _board(self.units))
+        self._has_begun = False
         for unit in self.units:
             unit.on_arrival = self._arrival_of(unit)  # type: ignore[method-assign]
         self._assign()
@@ -65,20 +62,19 @@ class Root:
 
     def show(self, unit: ModuleUnit) -> None:
         """Finish the gather of ``unit`` and of those it borrows from."""
-        for one in (*unit.lenders, unit):
-            one.present()
+        with self.turn.explained():
+            for one in (*unit.lenders, unit):
+                one.present()
 
     def _bring(self, unit: ModuleUnit, phase: str) -> None:
         if unit.is_there:
             return
         for passed in self.turn.reach(unit, phase):
-            if not passed.is_there:
-                self._gather(passed)
-                passed.wait()
-                passed.hide()
+            self._take_part(passed)
         self._gather(unit)
 
     def _gather(self, unit: ModuleUnit) -> None:
+        self.turn.announce("gathers", unit)
         unit.drop()
         slot = self._slot_for(unit)
         holder = None if unit.is_aliased else self._holder(slot)
@@ -134,6 +130,9 @@ class Root:
         for unit in self.units:
             if not unit.is_active and not self._stays(unit):
                 unit.drop()
+        if not self._has_begun:
+            self._has_begun = True
+            self.turn.agree_on_values()
         self.is_in_forward = True
         self.turn.begin("forward")
 
@@ -141,6 +140,7 @@ class Root:
         """The forward pass has ended: take part in the gathers that this rank did not need."""
         for passed in self.turn.rest("forward"):
             self._take_part(passed)
+        self.turn.compare("forward")
         self.is_in_forward = False
         if not torch.is_grad_enabled():
             for unit in self.units:
@@ -150,7 +150,8 @@ class Root:
     def _take_part(self, unit: ModuleUnit) -> None:
         if not unit.is_there:
             self._gather(unit)
-            unit.wait()
+            with self.turn.explained():
+                unit.wait()
             unit.hide()
 
     def _stays(self, unit: ModuleUnit) -> bool:
@@ -177,7 +178,7 @@ class Root:
         if unit in self._done or not unit.landing.collect():
             return
         if unit.rules.sums:
-            self._done.append(unit)
+            self._done.add(unit)
             for following in self.turn.ready(unit):
                 self._sum(following)
 
@@ -185,20 +186,22 @@ class Root:
         """Issue the sums that are owed, finish all, publish gradients, clear away."""
         for passed in self.turn.rest("backward"):
             self._take_part(passed)
+        self.turn.compare("backward")
         for unit in self.units:
             unit.landing.collect()
-        for unit in self.turn.owed(self._done):
+        for unit in self.turn.owed():
             self._sum(unit)
-        while self._flying:
-            self._land(self._flying.popleft())
-        self._publish()
+        with self.turn.explained():
+            while self._flying:
+                self._land(self._flying.popleft())
+            self._publish()
+        self.turn.settle_sums()
         for unit in self.units:
             if unit.rules.reshard_after_backward:
                 unit.drop()
             unit.uses.clear()
-        self._done = []
+        self._done = set()
         self.is_in_backward = False
-        self.turn.end()
 
     def abandon(self) -> None:
         """Clear away what a pass that raised left behind; its gradients are lost."""
@@ -207,13 +210,15 @@ class Root:
             unit.landing.forget()
             unit.uses.clear()
         self._flying.clear()
-        self._done = []
+        self._done = set()
         self.is_in_forward = self.is_in_backward = False
         self.turn.reset()
 
     def _sum(self, unit: ModuleUnit) -> None:
-        while len(self._flying) > self.max_flying:
-            self._land(self._flying.popleft())
+        with self.turn.explained():
+            while len(self._flying) > self.max_flying:
+                self._land(self._flying.popleft())
+        self.turn.announce("sums", unit)
         unit.landing.issue()
         self._flying.append(unit)
 
@@ -234,3 +239,9 @@ class Root:
                 self.ready(unit)
 
         return arrived
+
+
+def _board(units: Sequence[ModuleUnit]) -> Board | None:
+    """Where the ranks of all units talk; None if this rank is alone."""
+    ranks = sorted({rank for unit in units for rank in unit.ranks})
+    return Board.here(ranks) if len(ranks) > 1 else None

@@ -1,0 +1,96 @@
+"""What ranks tell each other besides tensors: short texts, over the store of torch.distributed.
+
+A rank that cannot go on as agreed must be able to ask the others even if they are about to do
+something else. A collective would hang then; a text in the store waits for nobody::
+
+    exchange("forward 3", "a b c")    post under forward 3/7/rank, read those of the others;
+                                      7: how often this topic was talked about before
+
+An exchange in which somebody stays silent ends after ``patience`` seconds. Texts of earlier
+exchanges are deleted once all have read them.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from time import monotonic
+
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from terashard.errors import RunError
+
+PATIENCE = 5.0
+"""Seconds after which a rank that says nothing is taken to be elsewhere."""
+
+_MADE = WeakIdKeyDictionary()
+"""By default process group: how many boards were made, by their ranks."""
+
+
+class Board:
+    """Where the ``ranks`` post texts, under a name that no other board has."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], *, name: str) -> None:
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self._store = dist.PrefixStore(f"terashard/{name}", store)
+        self._said: Counter[str] = Counter()
+
+    @classmethod
+    def here(cls, ranks: Sequence[int]) -> "Board":
+        """The next board of these ranks; all of them must make their boards in the same order."""
+        world = dist.group.WORLD
+        made = _MADE.setdefault(world, Counter())
+        members = ",".join(map(str, ranks))
+        made[members] += 1
+        store = dist.distributed_c10d._get_default_store()
+        return cls(store, dist.get_rank(), ranks, name=f"{members}/{made[members]}")
+
+    def exchange(self, topic: str, said: str, *, patience: float = PATIENCE) -> dict[int, str]:
+        """What every rank says about ``topic``; silent ranks are missing."""
+        number = self._said[topic]
+        self._said[topic] += 1
+        self._store.set(f"{topic}/{number}/{self.rank}", said)
+        deadline = monotonic() + patience
+        heard = {}
+        for rank in self.ranks:
+            text = self._hear(f"{topic}/{number}/{rank}", deadline)
+            if text is not None:
+                heard[rank] = text
+        if number >= 2 and len(heard) == len(self.ranks):
+            self._store.delete_key(f"{topic}/{number - 2}/{self.rank}")
+        return heard
+
+    def agree(self, topic: str, said: str, *, patience: float = PATIENCE) -> None:
+        """Go on if all say the same; else ``RunError`` with what each of them said, on all ranks."""
+        heard = self.exchange(topic, said, patience=patience)
+        if any(heard.get(rank) != said for rank in self.ranks):
+            self.refuse(_told(self.ranks, heard, patience))
+
+    def refuse(self, why: str) -> None:
+        """Raise ``RunError``, after leaving word for ranks whose wait will break off."""
+        self._store.set("refused", f"rank {self.rank}: {why}")
+        raise RunError(why)
+
+    def refused(self) -> str | None:
+        """Why another rank stopped, if it left word."""
+        return self._hear("refused", monotonic() + 0.2)
+
+    def _hear(self, key: str, deadline: float) -> str | None:
+        wait = timedelta(seconds=max(deadline - monotonic(), 0.01))
+        try:
+            self._store.wait([key], wait)
+        except (RuntimeError, ValueError):  # DistStoreError is a RuntimeError
+            return None
+        return self._store.get(key).decode()
+
+
+def _told(ranks: Sequence[int], heard: dict[int, str], patience: float) -> str:
+    by_text: dict[str, list[int]] = {}
+    for rank in ranks:
+        text = heard.get(rank, f"said nothing for {patience:g} s, so it is doing something else")
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(
+        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {text}"
+        for text, who in by_text.items()
+    )

@@ -1,0 +1,90 @@
+r"""One agreed sequence of units, and where this rank stands in it.
+
+Ranks run their own Python, and one may skip what another does. An agreed sequence lets each of them
+issue the same collectives nevertheless, without a word::
+
+    agreed     a b c d
+    this rank  a     d          reach("d") is ("b", "c"): take part in these first
+    at the end                  rest() is what nobody here came to
+
+A unit that does not come again in what is left of the sequence is *extra*: all ranks must be asked.
+The sequence begins as the order of registration, each unit once. What a rank really did is its
+record. A record that *follows* the sequence has the same units in the same order, some of them
+perhaps never; any other must be compared with those of all ranks, and replaces the sequence if it is
+the same everywhere (or the same but for units that some ranks never used).
+"""
+
+from collections.abc import Iterable, Sequence
+
+
+class Order:
+    """The sequence of one phase: the gathers of a forward pass, say."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.agreed = tuple(names)
+        self.record: list[str] = []
+        self.is_confirmed = False
+        """Whether records of all ranks were compared before."""
+        self._at = 0
+        self._there: frozenset[str] = frozenset()
+
+    def begin(self, there: Iterable[str] = ()) -> None:
+        """Begin the phase; those that are ``there`` need nothing unless somebody comes to them."""
+        self.record, self._at, self._there = [], 0, frozenset(there)
+
+    def reach(self, name: str) -> tuple[str, ...] | None:
+        """What comes before ``name`` and was not done here; None if ``name`` is extra."""
+        self.record.append(name)
+        try:
+            place = self.agreed.index(name, self._at)
+        except ValueError:
+            return None
+        passed = self.agreed[self._at : place]
+        self._at = place + 1
+        return tuple(one for one in passed if one not in self._there)
+
+    def rest(self) -> tuple[str, ...]:
+        """What is left when the phase ends."""
+        left, self._at = self.agreed[self._at :], len(self.agreed)
+        return tuple(one for one in left if one not in self._there)
+
+    def distance(self, name: str) -> int:
+        """How many others come before ``name`` does again."""
+        left = self.agreed[self._at :]
+        return left.index(name) if name in left else len(left)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the record is the sequence, but for units that were never used."""
+        return follows(self.record, self.agreed)
+
+    def adopt(self, record: Sequence[str], kept: Iterable[str]) -> None:
+        """Make ``record`` the sequence, with the units in ``kept`` that it lacks where they were."""
+        self.agreed = merged(record, self.agreed, frozenset(kept))
+        self.is_confirmed = True
+
+
+def follows(record: Sequence[str], sequence: Sequence[str]) -> bool:
+    """Whether ``record`` is ``sequence`` without the units that never occur in ``record``."""
+    used = frozenset(record)
+    return list(record) == [name for name in sequence if name in used]
+
+
+def common(records: Iterable[Sequence[str]]) -> Sequence[str] | None:
+    """The record that all the others follow, or None."""
+    found = list(records)
+    longest = max(found, key=len)
+    return longest if all(follows(record, longest) for record in found) else None
+
+
+def merged(record: Sequence[str], former: Sequence[str], kept: frozenset[str]) -> tuple[str, ...]:
+    """``record``, each unit of ``former`` that is to be kept right behind its former neighbour."""
+    answer = list(record)
+    before: str | None = None
+    for name in former:
+        if name not in answer and name in kept:
+            place = 0 if before is None else len(answer) - answer[::-1].index(before)
+            answer.insert(place, name)
+        if name in answer:
+            before = name
+    return tuple(answer)

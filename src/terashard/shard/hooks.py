@@ -184,9 +184,14 @@ class Sharding:
             tensor.register_hook(computed)  # type: ignore[no-untyped-call]
 
     def _watch_outputs(self, root: Root, output: Any) -> Any:
+        def came(_: Any) -> None:
+            self.pre_backward(root)
+
         def watch(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.pre_backward(root))  # type: ignore[no-untyped-call]
+            # On the node, not the tensor: an in-place operation on a view replaces the tensor's.
+            base = tensor._base if tensor._is_view() else None
+            for node in {tensor.grad_fn, None if base is None else base.grad_fn} - {None}:
+                node.register_prehook(came)
             return tensor
 
         return _apply_to_tensors(watch, output)
@@ -213,12 +218,14 @@ class Sharding:
     def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Plain tensors of one device load too: each rank takes its part of them."""
         self.reshard()
+        names = {child: name for name, child in module.named_modules()}
         for unit in self.units:
             for p in unit.parameters:
                 for place in p.places:
-                    if place.module is not module:
+                    if place.module not in names:
                         continue
-                    key = prefix + place.attribute
+                    inner = names[place.module]
+                    key = prefix + (f"{inner}." if inner else "") + place.attribute
                     found = state.get(key)
                     if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter):
                         state[key] = p.distribute(p.own_rows(found.detach()).to(p.local.device))

@@ -102,6 +102,8 @@ class ShardedModule(nn.Module):
         """Say whether parameters are let go of after backward."""
         for sharding in self._all(recurse):
             sharding.rules.reshard_after_backward = reshard_after_backward
+            if sharding.root is not None:
+                sharding.root.place_again(sharding.units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this module's parameters (an embedding's does not)."""

@@ -72,16 +72,23 @@ class ModuleUnit(Residence):
         return self.state is not UnitState.SHARDED and not self.is_stale
 
     @property
+    def stays(self) -> bool:
+        """Whether the unit is to stay full after forward, or after backward."""
+        return self.rules.reshard_after_forward is False or not self.rules.reshard_after_backward
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any parameter of the unit wants a gradient."""
         return any(p.trainable for p in self.parameters)
 
     def assign(self, slot: Slot, *, moving: bool = False) -> None:
         """See ``Residence.assign``; an unused unit may be given another slot."""
+        waiting = [None if self._lease is None else p.full.grad for p in self.parameters]
         self._lease, self._targets, self._moves = None, None, moving
         super().assign(slot, moving=moving)
         self._full_views()
-        for parameter in self.parameters:
+        for parameter, gradient in zip(self.parameters, waiting, strict=True):
+            parameter.full.grad = gradient
             _watch(parameter, self)
 
     def gather(self, slot: Slot | None = None) -> None:
@@ -135,13 +142,17 @@ class ModuleUnit(Residence):
             if p.written is False and p.sharded._version > 0:
                 p.written = True
             there = p.places[0].find()
-            if there is p.sharded and p.lies_in_place or there is p.full:
+            if (there is p.sharded and p.lies_in_place) or p.is_full(there):
                 continue
             self._require_same(p, there)
             assert isinstance(there, DTensor)
             p.sharded, p.written, changed = there, True, True  # type: ignore[assignment]
         if changed:
             self._lay_again()
+
+    def _require_fit(self) -> None:
+        for parameter in self.parameters:
+            parameter.require_written()
 
     def _require_same(self, p: ShardedParameter, there: nn.Parameter | None) -> None:
         spread = p.spread
@@ -168,14 +179,18 @@ class ModuleUnit(Residence):
         with torch.no_grad():
             for p, local in zip(self.parameters, kept.views(self._shard), strict=True):
                 p.lie_in(local)
-        if before != [p.form.dtype for p in self.parameters] or self.is_aliased:
+        self._stamp = -1
+        if self._lease is None:
+            for p in self.parameters:
+                p.compute = self.rules.compute_dtype(p.form.dtype)
+            self._layout = FlatLayout.of([p.form.cast(p.compute) for p in self.parameters])
+        elif before != [p.form.dtype for p in self.parameters] or self.is_aliased:
             for p in self.parameters:
                 p.compute = self.rules.compute_dtype(p.form.dtype)
             self._layout = FlatLayout.of([p.form.cast(p.compute) for p in self.parameters])
             slot = self.slot
             slot.grow(self._layout.nbytes)
             self.assign(slot, moving=self._moves)
-        self._stamp = -1
 
     def _versions(self) -> int:
         return sum(p.sharded._version for p in self.parameters)

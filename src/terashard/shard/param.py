@@ -197,6 +197,10 @@ class ShardedParameter:
         self.original = None
         self.show_sharded()
 
+    def is_full(self, there: nn.Parameter | None) -> bool:
+        """Whether ``there`` is the full leaf."""
+        return there is not None and there is getattr(self, "full", None)
+
     @property
     def lies_in_place(self) -> bool:
         """Whether the public parameter still lies where it was put."""

@@ -125,9 +125,7 @@ class Residence:
         ``slot`` moves a moving unit there; an aliased one stays where it is.
         """
         self._expect(UnitState.SHARDED, "gathered")
-        for parameter in self.parameters:
-            parameter.require_written()
-            parameter.require_in_place()
+        self._require_fit()
         if slot is not None and isinstance(self._leased, MovingLease):
             self._move(self._leased, slot)
         lease, targets = self._full_views()
@@ -173,6 +171,12 @@ class Residence:
         """Let the public parameters stand in the modules."""
         for parameter in self.parameters:
             parameter.show_sharded()
+
+    def _require_fit(self) -> None:
+        """Refuse parameters that were never written, or were moved elsewhere."""
+        for parameter in self.parameters:
+            parameter.require_written()
+            parameter.require_in_place()
 
     @property
     def _leased(self) -> Lease:

@@ -29,6 +29,9 @@ from terashard.shard.turn import Turn
 ALTERNATING = 2
 """Slots in which units take turns; one more for every unit that is gathered ahead."""
 
+_OWN = 1000
+"""Slots with greater numbers are of one unit alone."""
+
 
 class Root:
     """The units of one tree, in the order of registration."""
@@ -110,16 +113,27 @@ class Root:
 
     def _assign(self) -> None:
         turns = 0
+        self._placed = {u for u in self.units if u in self._parents or u.stays}
         for unit in self.units:
-            own = unit in self._parents or unit.rules.reshard_after_forward is False
             if self.kind == "off":
                 slot = Slot(label=f"memory of unit {unit.name}", device=unit.axes.device)
                 slot.is_own = True
-            elif own:
-                slot = self.pool.slot(1000 + len(self.pool.slots))
+            elif unit in self._placed:
+                slot = self._own_slot()
             else:
                 slot, turns = self.pool.slot(turns % ALTERNATING), turns + 1
             unit.assign(slot, moving=self.kind == "any")
+
+    def _own_slot(self) -> Slot:
+        return self.pool.slot(_OWN + len(self.pool.slots))
+
+    def place_again(self, units: Sequence[ModuleUnit]) -> None:
+        """Rules changed: give units that are to stay full a slot of their own."""
+        for unit in units:
+            if self.kind == "static" and unit.stays and unit not in self._placed:
+                unit.drop()
+                unit.assign(self._own_slot())
+                self._placed.add(unit)
 
     # ---- forward --------------------------------------------------------------------------------
 
@@ -128,7 +142,7 @@ class Root:
         if self.is_in_backward or self.is_in_forward:
             self.abandon()
         for unit in self.units:
-            if not unit.is_active and not self._stays(unit):
+            if not unit.is_active and not unit.stays:
                 unit.drop()
         if not self._has_begun:
             self._has_begun = True
@@ -144,7 +158,7 @@ class Root:
         self.is_in_forward = False
         if not torch.is_grad_enabled():
             for unit in self.units:
-                if not unit.is_active and not self._stays(unit):
+                if not unit.is_active and not unit.stays:
                     unit.drop()
 
     def _take_part(self, unit: ModuleUnit) -> None:
@@ -153,9 +167,6 @@ class Root:
             with self.turn.explained():
                 unit.wait()
             unit.hide()
-
-    def _stays(self, unit: ModuleUnit) -> bool:
-        return unit.rules.reshard_after_forward is False
 
     # ---- backward -------------------------------------------------------------------------------
 

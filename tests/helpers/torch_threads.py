@@ -1,7 +1,8 @@
 """Ranks as threads over torch's own threaded process group, for what needs a ``DeviceMesh``.
 
-The group has no point-to-point messages; collectives are exchanged in memory. Random state and
-the default dtype are shared by all threads: use generators of your own.
+Torch's own collectives meet in memory, each blocking until all ranks are there. Terashard's groups
+over them are those of a ``ThreadWorld``, asynchronous as real ones are. Random state and the
+default dtype are shared by all threads: use generators of your own.
 """
 
 import threading
@@ -16,6 +17,10 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
+from terashard.comm.collectives import MAKERS
+from terashard.comm.group import Group
+from terashard.comm.threads import ThreadWorld
+
 T = TypeVar("T")
 
 
@@ -24,6 +29,12 @@ def run_ranks(size: int, function: Callable[..., T], *args: Any, timeout: float 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     store = dist.HashStore()
+    world = ThreadWorld(size, timeout=timeout)
+
+    def make(handle: dist.ProcessGroup, ranks: tuple[int, ...], name: str) -> Group:
+        return world.group(dist.get_rank(), ranks, name)
+
+    MAKERS["threaded"] = make
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 
@@ -33,6 +44,7 @@ def run_ranks(size: int, function: Callable[..., T], *args: Any, timeout: float 
             results[rank] = function(rank, *args)
         except BaseException as error:
             failures.append(error)
+            world.abort(error)
             ProcessLocalGroup.exception_handle(error)  # wakes the ranks that wait for this one
         finally:
             dist.destroy_process_group()
@@ -46,6 +58,7 @@ def run_ranks(size: int, function: Callable[..., T], *args: Any, timeout: float 
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         ProcessLocalGroup.reset()
     finally:
+        del MAKERS["threaded"]
         _uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
     if failures:

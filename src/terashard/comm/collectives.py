@@ -4,7 +4,7 @@ For backends without a faster way of their own (``gloo.py``, ``nccl.py``), such 
 threads of one process that torch's tests use. Rows that do not divide evenly are padded on the way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -19,13 +19,18 @@ from terashard.comm.process import DistributedGroup, Transfers, explained
 from terashard.comm.rows import row_range
 
 
+Maker = Callable[[dist.ProcessGroup, tuple[int, ...], str], Group]
+
+MAKERS: dict[str, Maker] = {"gloo": GlooGroup, "nccl": NcclGroup}
+"""By backend: what makes a group of it; ``CollectiveGroup`` for the others."""
+
+
 def group_over(handle: dist.ProcessGroup, name: str) -> Group:
     """The group of torch's ``handle``, in the fastest way of its backend."""
     ranks = tuple(dist.get_process_group_ranks(handle))
     if len(ranks) == 1:
         return AloneGroup(ranks[0])
-    kinds = {"gloo": GlooGroup, "nccl": NcclGroup}
-    return kinds.get(dist.get_backend(handle), CollectiveGroup)(handle, ranks, name)
+    return MAKERS.get(dist.get_backend(handle), CollectiveGroup)(handle, ranks, name)
 
 
 @dataclass(frozen=True, slots=True)

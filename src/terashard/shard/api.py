@@ -92,7 +92,7 @@ def fully_shard(
     sharding = shard_modules(modules, request)
     for one in modules:
         one.__dict__["_sharding"] = sharding
-        one.__class__ = sharded_class(type(one))
+        one.__class__ = sharded_class(type(one), moving=pool == "any")
     return module
 
 

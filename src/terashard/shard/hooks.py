@@ -67,7 +67,8 @@ class Sharding:
         root = self.settled(module)
         args, kwargs = self._cast(args), self._cast(kwargs)
         if self._runs_again(root):
-            self._bring(root, "backward")
+            if not all(unit.is_active and unit.is_there for unit in self.units):
+                self._bring(root, "backward")
             return args, kwargs
         recomputed = _in_backward()
         if not self._to_run:
@@ -104,6 +105,8 @@ class Sharding:
     def pre_backward(self, root: Root) -> None:
         """A gradient of an output came: make the parameters full for the backward pass."""
         root.begin_backward()
+        if self._is_in_backward and all(unit.is_active for unit in self.units):
+            return
         self._is_in_backward = True
         if not self.rules.unshard_in_backward:
             return
@@ -127,7 +130,7 @@ class Sharding:
         """Issue the gathers of the units."""
         root = self.settled(self.modules[0])
         for unit in self.units:
-            root.bring(unit, phase)
+            root.bring(unit, phase, ahead=True)
 
     def unshard(self) -> None:
         """Make the parameters full, until ``reshard``."""
@@ -247,12 +250,14 @@ def _plant(module: nn.Module) -> None:
     mine = found[0]
     for unit in mine.units:
         if unit.rules.reshard_after_forward is None:
-            unit.rules.reshard_after_forward = False
-    parents = frozenset(
-        unit for s in found for unit in s.units if any(_below(s, other) for other in found)
-    )
-    _name(module, found)
+            unit.rules.reshard_after_forward, unit.rules.is_default = False, True
     units = [unit for s in found for unit in s.units]
+    _name(module, found)
+    parents = {
+        unit.name: [one.name for other in found if _below(other, s) for one in other.units]
+        for s in found
+        for unit in s.units
+    }
     root = Root(units, parents, mine.pool)
     root.shardings = found
     for sharding in found:

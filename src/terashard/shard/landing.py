@@ -14,6 +14,7 @@ The rows of the sum are views of a flat buffer that is used again once nobody ho
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ from terashard.shard.flat import FlatLayout
 from terashard.shard.param import ShardedParameter
 from terashard.shard.residence import Traffic
 from terashard.shard.rules import Rules
+
+
+class Told(Protocol):
+    """What all ranks know of each other's gradients."""
+
+    def had(self, p: ShardedParameter, *, here: bool) -> bool:
+        """Whether any rank had a gradient of ``p``; ``here``: whether this one had."""
 
 
 class Landing:
@@ -116,13 +124,13 @@ class Landing:
             self._works = [group.sum(row) for row in rows]
             self._traffic.reduced_bytes += sum(row.nbytes for row in rows)
 
-    def publish(self, used: Callable[[ShardedParameter], bool]) -> None:
+    def publish(self, told: Told) -> None:
         """Finish all sums, and set or add to ``.grad`` where any rank had a gradient."""
         self._finish_works()
         summed, self._summed = self._summed, {}
         if self._axes.replica.size > 1 and not self._rules.sums_replicas:
             self._partial = {p: row.clone() for p, row in summed.items()}
-            self._carried |= {p for p in summed if used(p)}
+            self._carried |= {p for p in summed if self._was_used(p, told)}
             return
         divisor = self._rules.divisor or self._axes.shards * self._axes.replicas
         if divisor != 1 and summed:
@@ -130,9 +138,12 @@ class Landing:
         if self._rules.after_sum is not None and summed:
             self._hooked(summed)
         for p, row in summed.items():
-            if used(p):
+            if self._was_used(p, told):
                 self._put(p, row)
         self.present, self._carried = {}, set()
+
+    def _was_used(self, p: ShardedParameter, told: Told) -> bool:
+        return told.had(p, here=self.present.get(p, False))
 
     def _hooked(self, summed: dict[ShardedParameter, Tensor]) -> None:
         hook = self._rules.after_sum

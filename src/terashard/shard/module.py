@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from terashard.errors import ConfigError
 from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.moving import noting
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
 class UnshardHandle:
@@ -93,6 +94,7 @@ class ShardedModule(nn.Module):
             )
         for sharding in self._all(recurse):
             sharding.rules.reshard_after_forward = reshard_after_forward
+            sharding.rules.is_default = False
             if sharding.root is not None:
                 sharding.root.place_again(sharding.units)
 
@@ -207,21 +209,18 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the shards: a plain module that holds DTensors, for averages and checkpoints."""
-        self.reshard()
         own = self._own
+        own.reshard()
+        for unit in own.units:
+            for p in unit.parameters:
+                memo.setdefault(id(p.sharded), p.copied())
         plain = self._original.__new__(self._original)
         memo[id(self)] = plain
         ours = {handle.id for handle in own.handles}
         for name, value in self.__dict__.items():
-            if name == "_sharding":
-                continue
-            if name.endswith("_hooks") or name.endswith("_hooks_with_kwargs"):
-                value = (
-                    type(value)((k, v) for k, v in value.items() if k not in ours)
-                    if isinstance(value, dict)
-                    else value
-                )
-            plain.__dict__[name] = copy.deepcopy(value, memo)
+            if name != "_sharding":
+                kept = _without(value, ours) if "_hooks" in name else value
+                plain.__dict__[name] = copy.deepcopy(kept, memo)
         return plain
 
     @property
@@ -246,13 +245,29 @@ class ShardedModule(nn.Module):
         return units[0]
 
 
-def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+class MovingModule(ShardedModule):
+    """A sharded module whose parameters may be elsewhere when its backward pass runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward; autograd keeps notes of its parameters, not views."""
+        with noting(self._own.settled(self).pool):
+            return super().forward(*args, **kwargs)
+
+
+def sharded_class(original: type[nn.Module], *, moving: bool = False) -> type[nn.Module]:
     """``original`` with ``ShardedModule`` in front, the same class at every call."""
-    if original not in _CLASSES:
-        _CLASSES[original] = type(
-            f"Sharded{original.__name__}", (ShardedModule, original), {"_original": original}
-        )
-    return _CLASSES[original]
+    front = MovingModule if moving else ShardedModule
+    if (original, front) not in _CLASSES:
+        name = f"Sharded{original.__name__}"
+        _CLASSES[original, front] = type(name, (front, original), {"_original": original})
+    return _CLASSES[original, front]
+
+
+def _without(hooks: Any, ours: set[int]) -> Any:
+    """A module's table of hooks without those that drive its units."""
+    if not isinstance(hooks, dict):
+        return hooks
+    return type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
 
 
 def _required(module: nn.Module) -> Sharding:

@@ -11,8 +11,8 @@ Unpacking raises if the unit is not full or its values have changed. All other t
 the hooks that were in force before (activation checkpointing sets some), as if these did not exist.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,19 +74,31 @@ def saving_notes(pool: BufferPool) -> AbstractContextManager[None]:
     return saved_tensors_hooks(*note_hooks(pool))
 
 
+@contextmanager
+def noting(pool: BufferPool) -> Iterator[None]:
+    """``saving_notes``, unless these hooks are the ones in force already."""
+    present = _present_hooks()[0]
+    if getattr(present, "notes_of", None) is pool:
+        yield
+    else:
+        with saving_notes(pool):
+            yield
+
+
 def note_hooks(pool: BufferPool) -> tuple[Pack, Unpack]:
     """The two hooks of ``saving_notes``, for those who push and pop them apart."""
     outer_pack, outer_unpack = _present_hooks()
-    slots = {
-        slot.flat().untyped_storage()._cdata: slot for slot in pool.slots.values() if slot.nbytes
-    }
 
     def pack(tensor: Tensor) -> Any:
-        slot = slots.get(tensor.untyped_storage()._cdata) if type(tensor) in _PLAIN else None
+        slot = (
+            pool.by_storage.get(tensor.untyped_storage()._cdata) if type(tensor) in _PLAIN else None
+        )
         if slot is None or slot.holder is None:
             return outer_pack(tensor)
         lease, at = slot.holder, int(tensor.storage_offset())
         return _Note(lease, lease.generation, tensor.dtype, tensor.shape, tensor.stride(), at)
+
+    pack.notes_of = pool  # type: ignore[attr-defined]
 
     def unpack(saved: Any) -> Tensor:
         return saved.read() if isinstance(saved, _Note) else outer_unpack(saved)

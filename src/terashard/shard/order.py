@@ -26,27 +26,41 @@ class Order:
         self.is_confirmed = False
         """Whether records of all ranks were compared before."""
         self._at = 0
-        self._there: frozenset[str] = frozenset()
+        self._ahead: set[str] = set()
 
-    def begin(self, there: Iterable[str] = ()) -> None:
-        """Begin the phase; those that are ``there`` need nothing unless somebody comes to them."""
-        self.record, self._at, self._there = [], 0, frozenset(there)
+    def begin(self) -> None:
+        """Begin the phase."""
+        self.record, self._at, self._ahead = [], 0, set()
 
-    def reach(self, name: str) -> tuple[str, ...] | None:
-        """What comes before ``name`` and was not done here; None if ``name`` is extra."""
-        self.record.append(name)
+    def reach(self, name: str, *, ahead: bool = False) -> tuple[str, ...] | None:
+        """What comes before ``name`` and was not done here; None if ``name`` is extra.
+
+        ``ahead``: it is only gathered already; its use comes later.
+        """
+        if ahead:
+            self._ahead.add(name)
+        else:
+            self.record.append(name)
+            if name in self._ahead:
+                self._ahead.discard(name)
+                return ()
         try:
             place = self.agreed.index(name, self._at)
         except ValueError:
             return None
         passed = self.agreed[self._at : place]
         self._at = place + 1
-        return tuple(one for one in passed if one not in self._there)
+        return tuple(passed)
 
     def rest(self) -> tuple[str, ...]:
         """What is left when the phase ends."""
         left, self._at = self.agreed[self._at :], len(self.agreed)
-        return tuple(one for one in left if one not in self._there)
+        return tuple(left)
+
+    def before(self, name: str, gap: int) -> tuple[str, ...]:
+        """All that comes ``gap`` or more places before the last place of ``name`` reached."""
+        place = max((k for k in range(self._at) if self.agreed[k] == name), default=0)
+        return self.agreed[: max(place - gap + 1, 0)]
 
     def distance(self, name: str) -> int:
         """How many others come before ``name`` does again."""

@@ -181,6 +181,11 @@ class ShardedParameter:
         """``local``, of ``local_shape``, as this rank's piece of a DTensor, without a copy."""
         return self.spread.over(local)
 
+    def copied(self) -> nn.Parameter:
+        """A copy of the public parameter, with memory of its own."""
+        local = self.local.detach().clone(memory_format=torch.preserve_format)
+        return nn.Parameter(self.distribute(local), requires_grad=self.sharded.requires_grad)
+
     def keep_in(self, local: Tensor) -> None:
         """Move the parameter into ``local``, and let the DTensor over it stand in all places."""
         original = self.original

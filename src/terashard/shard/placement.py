@@ -148,8 +148,6 @@ class DataMesh:
 
 def _reducing(handle: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks with a communicator of its own, made at the first call."""
-    if dist.get_backend(handle) not in ("gloo", "nccl"):
-        return handle
     if handle not in _REDUCING:
         ranks = dist.get_process_group_ranks(handle)
         _REDUCING[handle] = cast(

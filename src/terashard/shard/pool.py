@@ -43,6 +43,7 @@ class Slot:
     is_own: bool = False
     """Whether the memory goes back at every release, because one unit alone ever uses it."""
     _flat: Tensor | None = field(default=None, repr=False)
+    _known: "dict[int, Slot] | None" = field(default=None, repr=False)
 
     @classmethod
     def over(cls, flat: Tensor, label: str) -> "Slot":
@@ -69,6 +70,8 @@ class Slot:
             # Tensors born in inference mode can never take part in a later training step.
             with torch.inference_mode(False):
                 self._flat = torch.zeros(self.nbytes, device=self.device, dtype=torch.uint8)
+            if self._known is not None:
+                self._known[self._flat.untyped_storage()._cdata] = self
         return self._flat
 
     def take(self, lease: "Lease") -> None:
@@ -95,11 +98,15 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slots: dict[int, Slot] = {}
+        self.by_storage: dict[int, Slot] = {}
+        """The slots that have memory, by its storage."""
 
     def slot(self, number: int) -> Slot:
         """Slot ``number``, made at the first call."""
         if number not in self.slots:
-            self.slots[number] = Slot(label=f"slot {number}", device=self.device)
+            self.slots[number] = Slot(
+                label=f"slot {number}", device=self.device, _known=self.by_storage
+            )
         return self.slots[number]
 
     def spare(self) -> Slot:

@@ -15,7 +15,7 @@ gradients of its inputs are computed; what is not final by then is at the end of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,12 @@ _OWN = 1000
 class Root:
     """The units of one tree, in the order of registration."""
 
-    def __init__(self, units: Sequence[ModuleUnit], parents: frozenset[ModuleUnit], pool: Pool):
+    def __init__(
+        self,
+        units: Sequence[ModuleUnit],
+        parents: Mapping[str, Sequence[str]],
+        pool: Pool,
+    ) -> None:
         self.units = tuple(units)
         self.pool = BufferPool(units[0].axes.device) if units else BufferPool(torch.device("cpu"))
         self.kind = pool
@@ -46,10 +51,10 @@ class Root:
         self.max_flying = 1
         self.shardings: list[Any] = []
         self.after_optimizer: torch.Event | None = None
-        self._parents = parents
+        self._parents = {name for above in parents.values() for name in above}
         self._flying: deque[ModuleUnit] = deque()
         self._done: set[ModuleUnit] = set()
-        self.turn = Turn(self.units, _board(self.units))
+        self.turn = Turn(self.units, parents, _board(self.units))
         self._has_begun = False
         for unit in self.units:
             unit.on_arrival = self._arrival_of(unit)  # type: ignore[method-assign]
@@ -57,24 +62,27 @@ class Root:
 
     # ---- parameters -----------------------------------------------------------------------------
 
-    def bring(self, unit: ModuleUnit, phase: str) -> None:
-        """Issue the gather of ``unit`` and of those it borrows from, unless they are there."""
-        for lender in unit.lenders:
-            self._bring(lender, phase)
-        self._bring(unit, phase)
+    def bring(self, unit: ModuleUnit, phase: str, *, ahead: bool = False) -> None:
+        """Issue the gather of ``unit`` and of those it borrows from, unless they are there.
+
+        ``ahead``: it is not used yet.
+        """
+        for one in (*unit.lenders, unit):
+            passed_by = self.turn.reach(one, phase, ahead=ahead)
+            if phase == "backward":
+                for late in self.turn.overdue(one):
+                    late.landing.collect()
+                    self._sum(late)
+            for passed in passed_by:
+                self._take_part(passed)
+            if not one.is_there:
+                self._gather(one)
 
     def show(self, unit: ModuleUnit) -> None:
         """Finish the gather of ``unit`` and of those it borrows from."""
         with self.turn.explained():
             for one in (*unit.lenders, unit):
                 one.present()
-
-    def _bring(self, unit: ModuleUnit, phase: str) -> None:
-        if unit.is_there:
-            return
-        for passed in self.turn.reach(unit, phase):
-            self._take_part(passed)
-        self._gather(unit)
 
     def _gather(self, unit: ModuleUnit) -> None:
         self.turn.announce("gathers", unit)
@@ -93,9 +101,13 @@ class Root:
         """Where ``unit`` is to be gathered: its own slot, or the one that is needed last."""
         if self.kind != "any" or unit.is_aliased:
             return unit.slot
-        free = [slot for slot in self.pool.slots.values() if self._is_free(slot)]
+        if unit in self._placed:
+            return unit.slot
+        shared = [slot for number, slot in self.pool.slots.items() if number < _OWN]
+        free = [slot for slot in shared if self._is_free(slot)]
         if not free:
-            return self.pool.spare()
+            free = [self.pool.spare()]
+            free[0].reserve(self._longest)
         return max(free, key=lambda slot: (self._next_use(slot), slot is unit.slot))
 
     def _is_free(self, slot: Slot) -> bool:
@@ -113,7 +125,8 @@ class Root:
 
     def _assign(self) -> None:
         turns = 0
-        self._placed = {u for u in self.units if u in self._parents or u.stays}
+        self._longest = max((u.full_bytes for u in self.units), default=0)
+        self._placed = {u for u in self.units if u.name in self._parents or u.stays}
         for unit in self.units:
             if self.kind == "off":
                 slot = Slot(label=f"memory of unit {unit.name}", device=unit.axes.device)
@@ -122,6 +135,8 @@ class Root:
                 slot = self._own_slot()
             else:
                 slot, turns = self.pool.slot(turns % ALTERNATING), turns + 1
+            if self.kind == "any" and unit not in self._placed:
+                slot.reserve(self._longest)
             unit.assign(slot, moving=self.kind == "any")
 
     def _own_slot(self) -> Slot:
@@ -158,7 +173,7 @@ class Root:
         self.is_in_forward = False
         if not torch.is_grad_enabled():
             for unit in self.units:
-                if not unit.is_active and not unit.stays:
+                if not unit.stays or unit.rules.is_default:
                     unit.drop()
 
     def _take_part(self, unit: ModuleUnit) -> None:
@@ -206,7 +221,6 @@ class Root:
             while self._flying:
                 self._land(self._flying.popleft())
             self._publish()
-        self.turn.settle_sums()
         for unit in self.units:
             if unit.rules.reshard_after_backward:
                 unit.drop()
@@ -237,10 +251,15 @@ class Root:
         unit.landing.issue_replicas()
 
     def _publish(self) -> None:
-        flying = [unit for unit in self.units if unit.landing.is_flying]
-        used = self.turn.used_anywhere(flying)
-        for unit in flying:
-            unit.landing.publish(used)
+        told = self.turn.told_of(self.units)
+        for unit in self.units:
+            if unit.landing.is_flying:
+                unit.landing.publish(told)
+        for unit in self.units:
+            if unit in told.late:
+                unit.landing.issue()
+                unit.landing.issue_replicas()
+                unit.landing.publish(told)
 
     def _arrival_of(self, unit: ModuleUnit):  # type: ignore[no-untyped-def]
         def arrived() -> None:

@@ -23,6 +23,8 @@ class Rules:
     precision: MixedPrecisionPolicy
     reshard_after_forward: bool | int | None = None
     """None: unless the unit is the root's."""
+    is_default: bool = False
+    """Whether the choice above was the root's default, and holds while gradients are wanted."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sums: bool = True

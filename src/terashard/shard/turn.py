@@ -18,14 +18,12 @@ from __future__ import annotations
 
 import os
 from ast import literal_eval
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from terashard.comm.board import Board
-from terashard.comm.group import Group
 from terashard.errors import CommunicationError, RunError
+from terashard.shard.counts import Counts
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.order import Order, common
 from terashard.shard.param import ShardedParameter
@@ -33,37 +31,46 @@ from terashard.shard.param import ShardedParameter
 _SILENCE = 8.0
 """Seconds after which a rank that announces nothing is named, in debug mode."""
 
+_SLACK = 2
+"""Places by which a rank may be ahead of its own sums in a backward pass."""
+
 
 class Turn:
     """The agreed sequences of one tree, and where this rank stands in them."""
 
-    def __init__(self, units: Sequence[ModuleUnit], board: Board | None) -> None:
+    def __init__(
+        self,
+        units: Sequence[ModuleUnit],
+        parents: Mapping[str, Sequence[str]],
+        board: Board | None,
+    ) -> None:
         self._board = board
+        self._parents = parents
         self._units = {unit.name: unit for unit in units}
         names = tuple(self._units)
-        self._orders = {
-            "forward": Order(names),
-            "backward": Order(names[::-1]),
-            "sums": Order(names[::-1]),
-        }
-        self._final: list[str] = []
+        self._orders = {"forward": Order(names), "backward": Order(names[::-1])}
+        self._final: set[str] = set()
         self._summed: set[str] = set()
         self._debugs = os.environ.get("TERASHARD_DEBUG", "") not in ("", "0")
         self._announced = 0
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
-        there = [unit.name for unit in self._units.values() if unit.is_there]
-        self._orders[phase].begin(there)
+        self._orders[phase].begin()
         if phase == "backward":
-            self._final, self._summed = [], set()
+            self._final, self._summed = set(), set()
+            if not self._orders[phase].is_confirmed:
+                last_first = dict.fromkeys(reversed(self._orders["forward"].agreed))
+                self._orders[phase].agreed = self._parents_first(last_first)
 
-    def reach(self, unit: ModuleUnit, phase: str) -> list[ModuleUnit]:
-        """The units in whose gathers this rank must take part before that of ``unit``."""
+    def reach(self, unit: ModuleUnit, phase: str, *, ahead: bool = False) -> list[ModuleUnit]:
+        """The units in whose gathers this rank must take part before it comes to ``unit``."""
         order = self._orders.get(phase)
         if self._board is None or order is None or not _is_agreed(unit):
             return []
-        passed = order.reach(unit.name)
+        passed = order.reach(unit.name, ahead=ahead)
+        if passed is None and unit.is_there:
+            return []
         if passed is None:
             use = order.record.count(unit.name)
             self._board.agree(
@@ -72,6 +79,16 @@ class Turn:
             )
             return []
         return self._agreed(passed)
+
+    def overdue(self, unit: ModuleUnit) -> list[ModuleUnit]:
+        """The units whose sums other ranks may wait for by the time that this one is at ``unit``.
+
+        A rank waits for a sum only when it has come two units further. One that has come so far
+        issues the sum with what it has: a gradient that comes later is summed once more at the end.
+        """
+        if self._board is None or not _is_agreed(unit):
+            return []
+        return self._take(self._orders["backward"].before(unit.name, _SLACK))
 
     def rest(self, phase: str) -> list[ModuleUnit]:
         """The units in whose gathers this rank must take part as the phase ends."""
@@ -102,37 +119,30 @@ class Turn:
         """The units whose sums are to be issued now that the gradient of ``unit`` is final."""
         if self._board is None or not _is_agreed(unit):
             return [unit]
-        self._final.append(unit.name)
-        return self._due(flush=False)
+        self._final.add(unit.name)
+        due: list[str] = []
+        for name in self._orders["backward"].agreed:
+            if self._owes(name) and name not in self._final:
+                break
+            due.append(name)
+        return self._take(due)
 
     def owed(self) -> list[ModuleUnit]:
         """The units whose sums are still to be issued as the backward pass ends."""
-        if self._board is None:
-            return [u for u in self._units.values() if _wants_sum(u) and u.landing.waits]
-        lean = [
-            u
-            for u in self._units.values()
-            if not _is_agreed(u) and _wants_sum(u) and u.landing.waits
+        alone = [
+            unit
+            for unit in self._units.values()
+            if (self._board is None or not _is_agreed(unit))
+            and _wants_sum(unit)
+            and unit.landing.waits
         ]
-        return self._due(flush=True) + lean
-
-    def settle_sums(self) -> None:
-        """After the first backward pass, sums come in the order in which gradients became final."""
-        order = self._orders["sums"]
-        if self._board is None or order.is_confirmed:
-            return
-        heard = self._board.exchange("record sums", " ".join(self._final))
-        final = common([text.split() for text in heard.values()])
-        if final is None or len(heard) < len(self._board.ranks):
-            final = order.agreed
-        order.agreed = (*final, *(name for name in order.agreed if name not in final))
-        order.is_confirmed = True
+        return [*self._take(self._orders["backward"].agreed), *self._take(self._units), *alone]
 
     def reset(self) -> None:
         """Forget where this rank stands."""
         for order in self._orders.values():
             order.begin()
-        self._final, self._summed = [], set()
+        self._final, self._summed = set(), set()
 
     def announce(self, act: str, unit: ModuleUnit) -> None:
         """In debug mode, make sure that all ranks are about to do the same."""
@@ -168,38 +178,29 @@ class Turn:
                 raise
             raise RunError(why) from error
 
-    def used_anywhere(self, units: Sequence[ModuleUnit]) -> Callable[[ShardedParameter], bool]:
-        """Whether any rank had a gradient of a parameter of ``units``, once their sums are done.
+    def told_of(self, units: Sequence[ModuleUnit]) -> Counts:
+        """How many ranks had a gradient of each parameter, and how many have late ones."""
+        return Counts.of([unit for unit in units if _is_agreed(unit)])
 
-        The counts travel in one sum per group; they are read only for parameters for which this
-        rank had none, so a GPU is not waited for as long as all is used.
-        """
-        counts: dict[ShardedParameter, torch.Tensor] = {}
-        for groups, members in _by_groups(units).items():
-            flags = [(p, here) for unit in members for p, here in unit.landing.present.items()]
-            if not flags:
-                continue
-            device = members[0].axes.device
-            vector = torch.tensor([float(here) for _, here in flags], device=device)
-            for group in groups:
-                if group.size > 1:
-                    group.sum(vector).wait()
-            counts |= {p: vector[index] for index, (p, _) in enumerate(flags)}
-        here = {p for unit in units for p, is_here in unit.landing.present.items() if is_here}
-        return lambda p: p in here or (p in counts and bool(counts[p] > 0))
+    def _owes(self, name: str) -> bool:
+        """Whether the sum of a unit is agreed on and was not issued."""
+        unit = self._units[name]
+        return name not in self._summed and _is_agreed(unit) and _wants_sum(unit)
 
-    def _due(self, *, flush: bool) -> list[ModuleUnit]:
-        """What may be summed now, in order: up to the first that is not final here, or all."""
-        due = []
-        for name in self._orders["sums"].agreed:
-            unit = self._units[name]
-            if name in self._summed or not (_is_agreed(unit) and _wants_sum(unit)):
-                continue
-            if name not in self._final and not flush:
-                break
-            self._summed.add(name)
-            due.append(unit)
-        return due
+    def _take(self, names: Iterable[str]) -> list[ModuleUnit]:
+        """Those of ``names`` whose sums are owed, each once; from now on they are issued."""
+        if self._board is None:
+            return []
+        owed = [name for name in dict.fromkeys(names) if self._owes(name)]
+        self._summed.update(owed)
+        return [self._units[name] for name in owed]
+
+    def _parents_first(self, names: Iterable[str]) -> tuple[str, ...]:
+        """``names``, each behind the units that it stands inside: their outputs come first."""
+        placed: dict[str, None] = {}
+        for name in names:
+            placed |= dict.fromkeys([*self._parents.get(name, ()), name])
+        return tuple(placed)
 
     def _agreed(self, names: Sequence[str]) -> list[ModuleUnit]:
         return [self._units[name] for name in names if _is_agreed(self._units[name])]
@@ -220,14 +221,6 @@ def _is_agreed(unit: ModuleUnit) -> bool:
 
 def _wants_sum(unit: ModuleUnit) -> bool:
     return unit.rules.sums and unit.is_trainable
-
-
-def _by_groups(units: Sequence[ModuleUnit]) -> dict[tuple[Group, Group], list[ModuleUnit]]:
-    found: dict[tuple[Group, Group], list[ModuleUnit]] = {}
-    for unit in units:
-        if unit.axes.shards * unit.axes.replicas > 1:
-            found.setdefault((unit.axes.shard_reduce, unit.axes.replica), []).append(unit)
-    return found
 
 
 def _difference(phase: str, order: Order, records: dict[int, list[str]], board: Board) -> str:

@@ -180,7 +180,8 @@ class Sharding:
             left -= 1
             if left == 0:
                 for unit in self.units:
-                    unit.uses.discard(use)
+                    for one in (unit, *unit.lenders):
+                        one.uses.discard(use)
                 self.post_backward()
 
         for tensor in watched:
@@ -202,7 +203,8 @@ class Sharding:
     def _use(self) -> Use:
         use = Use()
         for unit in self.units:
-            unit.uses.add(use)
+            for one in (unit, *unit.lenders):
+                one.uses.add(use)
         return use
 
     def _cast(self, inputs: Any) -> Any:

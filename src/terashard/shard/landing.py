@@ -27,6 +27,7 @@ from terashard.shard.flat import FlatLayout
 from terashard.shard.param import ShardedParameter
 from terashard.shard.residence import Traffic
 from terashard.shard.rules import Rules
+from terashard.shard.sparse import exchange_rows, touch
 
 
 class Told(Protocol):
@@ -69,7 +70,8 @@ class Landing:
     @property
     def waits(self) -> bool:
         """Whether gradients wait to be summed."""
-        return bool(self._waiting) or any(p.full.grad is not None for p in self.parameters)
+        dense = (p for p in self.parameters if not p.is_sparse)
+        return bool(self._waiting) or any(p.full.grad is not None for p in dense)
 
     def collect(self) -> bool:
         """Take narrow gradients off the leaves, in float32; whether there are any gradients."""
@@ -100,7 +102,7 @@ class Landing:
 
     def issue(self) -> None:
         """Issue the sum over the shards of all gradients that wait, and let go of them."""
-        trainable = [p for p in self.parameters if p.trainable]
+        trainable = [p for p in self.parameters if p.trainable and not p.is_sparse]
         gradients = {p: self._taken(p) for p in trainable}
         self.present = {p: g is not None or p in self._carried for p, g in gradients.items()}
         layout = FlatLayout.of(
@@ -141,6 +143,30 @@ class Landing:
             if self._was_used(p, told):
                 self._put(p, row)
         self.present, self._carried = {}, set()
+
+    def exchange_sparse(self) -> None:
+        """Sum the gradients that are lists of rows, and put them into ``.grad``."""
+        for p in self.parameters:
+            if not (p.is_sparse and p.trainable and self._rules.sums):
+                continue
+            gradient, p.full.grad = p.full.grad, None
+            if gradient is not None and not gradient.is_sparse:
+                gradient = gradient.to_sparse(1)
+            rows, values = exchange_rows(gradient, p.shape, p.local, self._axes.shard_reduce)
+            dense = torch.zeros_like(p.local, requires_grad=False).index_add_(0, rows, values)
+            touched = torch.zeros(len(dense), device=dense.device)
+            touched[rows] = 1
+            for tensor in (dense, touched):
+                if self._axes.replica.size > 1 and tensor.numel():
+                    self._axes.replica.sum(tensor).wait()
+            had = torch.tensor(float(gradient is not None), device=dense.device)
+            for group in (self._axes.shard_reduce, self._axes.replica):
+                group.sum(had).wait()
+            if had > 0:
+                divisor = self._rules.divisor or self._axes.shards * self._axes.replicas
+                touch(p.sharded, touched.nonzero()[:, 0], anew=p.sharded.grad is None)
+                self._put(p, dense.div_(divisor))
+            self._traffic.reduced_bytes += values.nbytes
 
     def _was_used(self, p: ShardedParameter, told: Told) -> bool:
         return told.had(p, here=self.present.get(p, False))

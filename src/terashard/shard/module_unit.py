@@ -11,6 +11,8 @@ It is driven by module hooks (``hooks.py``) through the ``Root`` of its tree. Be
   place of the public ones; their values are taken over.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from weakref import WeakSet
 
@@ -51,8 +53,8 @@ class ModuleUnit(Residence):
         self.ranks = ranks
         """All data-parallel ranks, global."""
         self.rules = rules
-        self.is_active = False
-        """Whether code that reads the full parameters is running, or may at any time."""
+        self.holders: set[ModuleUnit] = set()
+        """This unit and those that borrow from it, as long as code that reads it may run."""
         self.uses: WeakSet[Use] = WeakSet()
         self.arrived: set[ShardedParameter] = set()
         """Parameters whose gradient is complete in the backward pass that is going on."""
@@ -100,18 +102,31 @@ class ModuleUnit(Residence):
         super().gather(slot)
         self._stamp = versions
 
-    def present(self) -> None:
-        """Let the full parameters stand in the modules; they must have been gathered."""
+    @property
+    def is_active(self) -> bool:
+        """Whether code that reads the full parameters is running, or may at any time."""
+        return bool(self.holders)
+
+    def present(self, holder: ModuleUnit) -> None:
+        """Let the full parameters stand in the modules for ``holder``; they must be gathered."""
         was_full = self.state is UnitState.FULL
         self.wait()
         if was_full:
             self.show_full()
         self.follow_training()
-        self.is_active = True
+        self.holders.add(holder)
 
-    def hide(self) -> None:
-        """Let the public parameters stand in the modules; the slot stays filled for now."""
-        self.is_active = False
+    def hide(self, holder: ModuleUnit | None = None) -> None:
+        """Let the public parameters stand in the modules, unless others hold the unit too.
+
+        The slot stays filled for now. Units that this one borrows from are let go of with it.
+        """
+        if holder is None:
+            for lender in self.lenders:
+                lender.hide(self)
+        self.holders.discard(holder or self)
+        if self.holders:
+            return
         if self.state is UnitState.FULL:
             self.show_sharded()
             if self.slot.is_own:
@@ -123,7 +138,7 @@ class ModuleUnit(Residence):
             self.wait()
         if self.state is UnitState.FULL:
             self.release()
-        self.is_active = False
+        self.holders.clear()
 
     def on_arrival(self) -> None:
         """Called when a gradient is complete; the root of the tree sets what happens then."""
@@ -203,4 +218,6 @@ def _watch(p: ShardedParameter, unit: ModuleUnit) -> None:
         unit.arrived.add(p)
         unit.on_arrival()
 
+    p.full.requires_grad_(True)  # a frozen leaf takes no hooks
     p.full.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    p.full.requires_grad_(p.trainable)

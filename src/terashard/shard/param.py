@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from terashard.comm.rows import row_range
 from terashard.errors import RunError
 from terashard.shard.flat import Form
+from terashard.shard.sparse import gives_sparse_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,11 @@ class ShardedParameter:
     def rows(self) -> tuple[int, int]:
         """Half-open range of the cut dim that this rank keeps."""
         return self.cut.range(self.shape)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether its gradient comes as a list of rows."""
+        return self.cut.dim == 0 and all(gives_sparse_gradient(p.module) for p in self.places)
 
     @property
     def is_scalar(self) -> bool:

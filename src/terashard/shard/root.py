@@ -82,7 +82,7 @@ class Root:
         """Finish the gather of ``unit`` and of those it borrows from."""
         with self.turn.explained():
             for one in (*unit.lenders, unit):
-                one.present()
+                one.present(unit)
 
     def _gather(self, unit: ModuleUnit) -> None:
         self.turn.announce("gathers", unit)
@@ -126,7 +126,8 @@ class Root:
     def _assign(self) -> None:
         turns = 0
         self._longest = max((u.full_bytes for u in self.units), default=0)
-        self._placed = {u for u in self.units if u.name in self._parents or u.stays}
+        lenders = {lender for unit in self.units for lender in unit.lenders}
+        self._placed = {u for u in self.units if u.name in self._parents or u.stays or u in lenders}
         for unit in self.units:
             if self.kind == "off":
                 slot = Slot(label=f"memory of unit {unit.name}", device=unit.axes.device)
@@ -198,7 +199,7 @@ class Root:
     def ready(self, unit: ModuleUnit) -> None:
         """The gradient of ``unit`` is final in this backward pass, and nothing reads it any more."""
         if not unit.rules.reshard_after_backward:
-            unit.is_active = False
+            unit.holders.clear()
         else:
             unit.hide()
         if unit in self._done or not unit.landing.collect():
@@ -251,6 +252,8 @@ class Root:
         unit.landing.issue_replicas()
 
     def _publish(self) -> None:
+        for unit in self.units:
+            unit.landing.exchange_sparse()
         told = self.turn.told_of(self.units)
         for unit in self.units:
             if unit.landing.is_flying:

@@ -5,9 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import terashard
@@ -344,10 +351,7 @@ def test_activation_checkpointing_is_the_same(inside: bool, reentrant: bool) -> 
         def forward(self, batch: Tensor) -> Tensor:
             x = self.embed(batch)
             for block in self.blocks:
-                if inside:
-                    x = block(x)
-                else:
-                    x = checkpoint(block, x, use_reentrant=reentrant)
+                x = block(x) if inside else checkpoint(block, x, use_reentrant=reentrant)
             out: Tensor = self.head(x)
             return out
 
@@ -448,7 +452,7 @@ def test_refusals() -> None:
         here.engine.fully_shard(here.model, mesh=mesh)
         with pytest.raises(TypeError, match="int"):
             here.model.set_reduce_scatter_max_input_buffers(True)
-        with pytest.raises(ValueError, match="sharded|FSDPModule"):
+        with pytest.raises(ValueError, match=r"sharded|FSDPModule"):
             here.model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
         if here.engine is terashard:
             with pytest.raises(ConfigError, match="sharded already"):
@@ -471,3 +475,164 @@ def test_the_mesh_is_all_ranks_by_default() -> None:
         return int(model.weight.to_local().shape[0])  # type: ignore[operator, union-attr]
 
     assert run_ranks(2, program) == [2, 2]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_parameters_may_be_cut_over_a_smaller_group_after_forward(shape: tuple[int, ...]) -> None:
+    def program(here: Here) -> Any:
+        shard(here, *shape, reshard_after_forward=2)
+        return train(here)
+
+    alike(program, size=4)
+
+
+def test_after_forward_a_smaller_group_gathers() -> None:
+    def program(here: Here) -> list[int]:
+        shard(here, 4, reshard_after_forward=2)
+        loss = loss_of(here.model, words(here.rank, 0))
+        unit = here.model.blocks[0]._own.units[0]
+        group = unit.smaller.shard_gather
+        called: list[int] = []
+        plain = type(group).gather_rows
+        type(group).gather_rows = lambda g, full: called.append(g.size) or plain(g, full)
+        try:
+            loss.backward()
+        finally:
+            type(group).gather_rows = plain
+        return called
+
+    assert run("ours", program, 4, lambda: seeded(Net()))[0].count(2) >= 3
+
+
+class Gathering:
+    """An all-gather of the caller's own, as torch describes it."""
+
+    def __init__(self, base: type) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.calls += 1
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scattering(Gathering):
+    """A reduce-scatter of the caller's own."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.calls += 1
+        return dist.reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+
+
+def test_communication_may_be_the_callers_own() -> None:
+    def program(here: Here) -> Any:
+        shard(here, 2)
+        gather, scatter = Gathering(object), Scattering(object)
+        here.model.blocks[1].set_custom_all_gather(gather)
+        here.model.blocks[1].set_custom_reduce_scatter(scatter)
+        told = train(here)
+        assert gather.calls
+        assert scatter.calls == 3
+        return told
+
+    alike(program)
+
+
+def test_sums_may_share_the_communicator_of_gathers() -> None:
+    def program(here: Here) -> Any:
+        shard(here, 2)
+        here.model.set_separate_reduce_scatter_group(False)
+        return train(here)
+
+    alike(program)
+
+
+def test_offloading_means_nothing_on_a_cpu() -> None:
+    def program(here: Here) -> Any:
+        shard(here, 2, offload_policy=here.engine.CPUOffloadPolicy(pin_memory=False))
+        return train(here)
+
+    alike(program)
+
+
+def test_parameters_of_one_module_may_be_cut_over_different_ranks() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    def program(here: Here) -> Any:
+        whole_mesh = mesh_of(2, 2)
+        small = FSDPMeshInfo(mesh=whole_mesh["shard"], shard_mesh_dim=0)
+        everyone = init_device_mesh("cpu", (4,))
+
+        def chosen(p: nn.Parameter) -> Any:
+            if p.ndim == 2:
+                return terashard.ShardPlacementResult(Shard(0), small)
+            return None
+
+        for block in here.model.blocks:
+            here.engine.fully_shard(block, mesh=everyone, shard_placement_fn=chosen)
+        here.engine.fully_shard(here.model, mesh=everyone)
+        loss_of(here.model, words(here.rank, 0)).backward()
+        return gradients(here.model)
+
+    alike(program, size=4)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_tensor_parallel_parameters_are_cut_in_their_local_part(dim: int) -> None:
+    def program(here: Here) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        for block in here.model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tensor"], plan)
+        batch = words(here.rank // 2, 0)
+        chosen = None if dim == 0 else (lambda p: Shard(1) if p.ndim == 2 else None)
+        for block in here.model.blocks:
+            here.engine.fully_shard(block, mesh=mesh["data"], shard_placement_fn=chosen)
+        here.engine.fully_shard(here.model, mesh=mesh["data"])
+        loss_of(here.model, batch).backward()
+        block = here.model.blocks[0]
+        places = str(block.up.weight.placements), str(block.down.weight.placements)
+        optimizer = torch.optim.SGD(here.model.parameters(), lr=0.1)
+        found = gradients(here.model)
+        optimizer.step()
+        return places, found, whole(here.model.state_dict())
+
+    alike(program, size=4, build=lambda: seeded(Net(width=8)))
+
+
+def test_parameters_on_the_full_mesh_whose_data_axes_are_named() -> None:
+    def program(here: Here) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        model = here.model
+        for name, p in list(model.named_parameters()):
+            way = Shard(0) if name == "0.weight" else Replicate()
+            spread = distribute_tensor(p.detach(), mesh, [Replicate(), way])
+            module = model.get_submodule(name.split(".")[0])
+            setattr(module, name.split(".")[1], nn.Parameter(spread))
+        dims = here.engine.DataParallelMeshDims(shard="data")
+        here.engine.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        generator = torch.Generator().manual_seed(here.rank // 2)
+        x = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+        spread = DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False)
+        out = model(spread)
+        out.full_tensor().square().sum().backward()
+        places = {n: str(p.placements) for n, p in model.named_parameters()}
+        return places, gradients(model)
+
+    def build() -> nn.Module:
+        return seeded(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)))
+
+    alike(program, size=4, build=build)

@@ -1,4 +1,4 @@
-"""Passes in any order, units that are not used, and passes that fail: gradients are one process's."""
+"""Passes in any order, unused units, passes that fail: the gradients are those of one process."""
 
 import re
 from collections.abc import Callable

@@ -16,6 +16,7 @@ from datetime import timedelta
 from time import monotonic
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.utils.weak import WeakIdKeyDictionary
 
 from terashard.errors import RunError
@@ -30,17 +31,19 @@ _MADE = WeakIdKeyDictionary()
 class Board:
     """Where the ``ranks`` post texts, under a name that no other board has."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], *, name: str) -> None:
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], *, name: str) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
-        self._store = dist.PrefixStore(f"terashard/{name}", store)
+        self._store = PrefixStore(f"terashard/{name}", store)
         self._said: Counter[str] = Counter()
 
     @classmethod
     def here(cls, ranks: Sequence[int]) -> "Board":
         """The next board of these ranks; all of them must make their boards in the same order."""
         world = dist.group.WORLD
-        made = _MADE.setdefault(world, Counter())
+        if world not in _MADE:
+            _MADE[world] = Counter()
+        made = _MADE[world]
         members = ",".join(map(str, ranks))
         made[members] += 1
         store = dist.distributed_c10d._get_default_store()
@@ -62,7 +65,7 @@ class Board:
         return heard
 
     def agree(self, topic: str, said: str, *, patience: float = PATIENCE) -> None:
-        """Go on if all say the same; else ``RunError`` with what each of them said, on all ranks."""
+        """Go on if all say the same; else ``RunError`` everywhere, with what each said."""
         heard = self.exchange(topic, said, patience=patience)
         if any(heard.get(rank) != said for rank in self.ranks):
             self.refuse(_told(self.ranks, heard, patience))

@@ -18,7 +18,6 @@ from terashard.comm.pieces import require_contiguous, require_rows, rows_of, sum
 from terashard.comm.process import DistributedGroup, Transfers, explained
 from terashard.comm.rows import row_range
 
-
 Maker = Callable[[dist.ProcessGroup, tuple[int, ...], str], Group]
 
 MAKERS: dict[str, Maker] = {"gloo": GlooGroup, "nccl": NcclGroup}

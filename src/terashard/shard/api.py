@@ -66,9 +66,9 @@ def fully_shard(
     copied (``Replicate``), or over which ranks (``ShardPlacementResult``). ``dp_mesh_dims`` names
     the data axes of a full mesh on which the parameters are DTensors already.
 
-    ``pool``, beyond torch: "static" slots that are reused for ever, "any" free slot (needs the least
-    memory where modules run in a changing order), or "off", memory of one's own for every unit,
-    which autograd functions need that keep parameters outside ``save_for_backward``.
+    ``pool``, beyond torch: "static" slots that are reused for ever, "any" free slot (needs the
+    least memory where modules run in a changing order), or "off", memory of one's own for every
+    unit, which autograd functions need that keep parameters outside ``save_for_backward``.
 
     Returns ``module``, whose class is now a ``ShardedModule`` too. To be called on inner modules
     first. Raises ``ValueError`` or ``ConfigError`` for a module, mesh or placement it cannot take.
@@ -77,9 +77,10 @@ def fully_shard(
     for one in modules:
         _require_module(one)
     data = DataMesh.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
+    reshard = _checked_reshard(reshard_after_forward, data)
     rules = Rules(
         precision=mp_policy,
-        reshard_after_forward=_checked_reshard(reshard_after_forward, data),
+        reshard_after_forward=reshard,
         offload=isinstance(offload_policy, CPUOffloadPolicy),
     )
     request = Request(
@@ -88,6 +89,7 @@ def fully_shard(
         pool=pool,
         placement=shard_placement_fn,
         ignored=frozenset(ignored_params or ()),
+        smaller=data.smaller(reshard) if type(reshard) is int else None,
     )
     sharding = shard_modules(modules, request)
     for one in modules:

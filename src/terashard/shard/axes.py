@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from terashard.comm.group import Group
 
@@ -56,6 +57,9 @@ class DataAxes:
     shard_gather: Group
     shard_reduce: Group
     replica: Group
+    gather_handle: dist.ProcessGroup | None = None
+    """torch's own group of the shards, if there are several; and the one for sums."""
+    reduce_handle: dist.ProcessGroup | None = None
 
     @property
     def shards(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -38,6 +38,8 @@ class Request:
     pool: Pool
     placement: Callable[[nn.Parameter], Any] | None
     ignored: frozenset[nn.Parameter]
+    smaller: DataMesh | None = None
+    """The groups in which parameters are cut after forward, if they are smaller ones."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,8 @@ def _unit(
     unit = ModuleUnit(
         type(module).__name__, module, described, axes=axes, ranks=data.ranks, rules=request.rules
     )
+    if request.smaller is not None:
+        unit.smaller = request.smaller.axes()
     for (parameter, _), sharded in zip(parameters, described, strict=True):
         _CUT[parameter] = (unit, sharded)
     return unit
@@ -110,7 +114,7 @@ def _digest(parameter: nn.Parameter) -> int:
     """A checksum of the values, the same on all ranks that hold the same ones."""
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     plain = local.detach().contiguous().cpu().reshape(-1)
-    return crc32(plain.view(torch.uint8).numpy()) if plain.numel() else 0
+    return crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0
 
 
 def _by_mesh(
@@ -123,7 +127,7 @@ def _by_mesh(
         data = request.data
         info = getattr(placement, "mesh_info", None)
         if info is not None:
-            placement = placement.placement
+            placement = getattr(placement, "placement", None)
             data = meshes.setdefault(id(info), DataMesh.of_info(info, request.data))
         if placement is not None and not isinstance(placement, Placement):
             raise ValueError(

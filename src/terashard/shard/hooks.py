@@ -17,17 +17,15 @@ backward then stays as it is; any other goes through a forward pass as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils.hooks import RemovableHandle
 
-from terashard.errors import RunError
 from terashard.shard.module_unit import ModuleUnit, Use
 from terashard.shard.root import Root
 from terashard.shard.rules import Pool, Rules
@@ -54,8 +52,8 @@ class Sharding:
             self.handles += [
                 module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.post_forward, prepend=False),
-                module.register_state_dict_pre_hook(self._before_state_dict),
-                module.register_load_state_dict_pre_hook(self._before_load),
+                module.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
             ]
 
     # ---- the passes -----------------------------------------------------------------------------
@@ -167,6 +165,8 @@ class Sharding:
             if unit.rules.reshard_after_forward is False:
                 continue
             unit.hide()
+            if torch.is_grad_enabled():
+                unit.shrink()
 
     def _watch_inputs(self, root: Root, inputs: Any) -> None:
         watched = [t for t in _tensors(inputs) if t.requires_grad and t.grad_fn is not None]
@@ -194,8 +194,9 @@ class Sharding:
         def watch(tensor: Tensor) -> Tensor:
             # On the node, not the tensor: an in-place operation on a view replaces the tensor's.
             base = tensor._base if tensor._is_view() else None
-            for node in {tensor.grad_fn, None if base is None else base.grad_fn} - {None}:
-                node.register_prehook(came)
+            for node in {tensor.grad_fn, None if base is None else base.grad_fn}:
+                if node is not None:
+                    node.register_prehook(came)
             return tensor
 
         return _apply_to_tensors(watch, output)
@@ -295,7 +296,12 @@ def _in_backward() -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _apply_to_tensors(lambda t: found.append(t) or t, tree)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _apply_to_tensors(note, tree)
     return found
 
 

@@ -49,7 +49,7 @@ class Landing:
         traffic: Traffic,
     ) -> None:
         self.parameters = parameters
-        self._axes = axes
+        self.axes = axes
         self._rules = rules
         self._traffic = traffic
         self._waiting: dict[ShardedParameter, Tensor] = {}
@@ -108,7 +108,7 @@ class Landing:
         layout = FlatLayout.of(
             [p.cut.part(p.form).cast(wide_dtype(p.form.dtype)) for p in trainable]
         )
-        rows = self._buffers.views(layout, self._axes.device)
+        rows = self._buffers.views(layout, self.axes.device)
         self._summed = dict(zip(trainable, rows, strict=True))
         self._traffic.reductions += 1
         self._over_shards(gradients)
@@ -120,7 +120,7 @@ class Landing:
             if p in self._summed:
                 self._summed[p].add_(partial)
         self._partial = {}
-        group = self._axes.replica
+        group = self.axes.replica
         if group.size > 1 and self._rules.sums_replicas:
             rows = [p.form.lying(row) for p, row in self._summed.items() if row.numel()]
             self._works = [group.sum(row) for row in rows]
@@ -130,11 +130,11 @@ class Landing:
         """Finish all sums, and set or add to ``.grad`` where any rank had a gradient."""
         self._finish_works()
         summed, self._summed = self._summed, {}
-        if self._axes.replica.size > 1 and not self._rules.sums_replicas:
+        if self.axes.replica.size > 1 and not self._rules.sums_replicas:
             self._partial = {p: row.clone() for p, row in summed.items()}
             self._carried |= {p for p in summed if self._was_used(p, told)}
             return
-        divisor = self._rules.divisor or self._axes.shards * self._axes.replicas
+        divisor = self._rules.divisor or self.axes.shards * self.axes.replicas
         if divisor != 1 and summed:
             torch._foreach_div_(list(summed.values()), float(divisor))
         if self._rules.after_sum is not None and summed:
@@ -152,18 +152,18 @@ class Landing:
             gradient, p.full.grad = p.full.grad, None
             if gradient is not None and not gradient.is_sparse:
                 gradient = gradient.to_sparse(1)
-            rows, values = exchange_rows(gradient, p.shape, p.local, self._axes.shard_reduce)
+            rows, values = exchange_rows(gradient, p.shape, p.local, self.axes.shard_reduce)
             dense = torch.zeros_like(p.local, requires_grad=False).index_add_(0, rows, values)
             touched = torch.zeros(len(dense), device=dense.device)
             touched[rows] = 1
             for tensor in (dense, touched):
-                if self._axes.replica.size > 1 and tensor.numel():
-                    self._axes.replica.sum(tensor).wait()
+                if self.axes.replica.size > 1 and tensor.numel():
+                    self.axes.replica.sum(tensor).wait()
             had = torch.tensor(float(gradient is not None), device=dense.device)
-            for group in (self._axes.shard_reduce, self._axes.replica):
+            for group in (self.axes.shard_reduce, self.axes.replica):
                 group.sum(had).wait()
             if had > 0:
-                divisor = self._rules.divisor or self._axes.shards * self._axes.replicas
+                divisor = self._rules.divisor or self.axes.shards * self.axes.replicas
                 touch(p.sharded, touched.nonzero()[:, 0], anew=p.sharded.grad is None)
                 self._put(p, dense.div_(divisor))
             self._traffic.reduced_bytes += values.nbytes
@@ -208,7 +208,7 @@ class Landing:
         return wide_dtype(p.compute) if not self._rules.sums else p.compute
 
     def _over_shards(self, gradients: dict[ShardedParameter, Tensor | None]) -> None:
-        group = self._axes.shard_reduce
+        group = self.axes.shard_reduce
         full: list[Tensor] = []
         rows: list[Tensor] = []
         for p, gradient in gradients.items():
@@ -230,7 +230,7 @@ class Landing:
     def _travelling(self, p: ShardedParameter, gradient: Tensor | None) -> Tensor:
         if gradient is None:
             dtype = self._rules.sum_dtype(p.compute)
-            gradient = torch.zeros(p.shape, dtype=dtype, device=self._axes.device)
+            gradient = torch.zeros(p.shape, dtype=dtype, device=self.axes.device)
         return p.as_rows(gradient).contiguous()
 
     def _finish_works(self) -> None:

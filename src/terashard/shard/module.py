@@ -1,14 +1,14 @@
 """What a sharded module can do beyond what it could before: torch's methods, torch's meaning.
 
-``fully_shard`` puts ``ShardedModule`` in front of the module's own class, so ``isinstance`` holds as
-before and names do not change. It is no subclass of torch's ``FSDPModule``, because torch looks for
-private state in those.
+``fully_shard`` puts ``ShardedModule`` in front of the module's own class, so ``isinstance`` holds
+as before and names do not change. It is no subclass of torch's ``FSDPModule``, because torch looks
+for private state in those.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -137,7 +137,7 @@ class ShardedModule(nn.Module):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Say whether sums have a communicator of their own; they have one unless told otherwise."""
+        """Say whether sums have a communicator of their own, as they have by default."""
         for sharding in self._all(recurse):
             for unit in sharding.units:
                 unit.separate_groups(enable)
@@ -164,7 +164,7 @@ class ShardedModule(nn.Module):
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for sharding in self._all(recurse):
-            sharding.max_flying = max_input_buffers
+            sharding.rules.max_flying = max_input_buffers
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this module's parameters through ``comm``, an object as torch describes it."""
@@ -201,7 +201,7 @@ class ShardedModule(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         for sharding in self._all(recurse=True):
             sharding.reshard()
-        result = super()._apply(*args, **kwargs)
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for sharding in self._all(recurse=True):
             for unit in sharding.units:
                 unit.adopt()

@@ -1,4 +1,4 @@
-r"""A unit of a module that is sharded by itself: full when its module computes, summed when it is done.
+r"""A unit of a module that is sharded by itself: full while that computes, summed when it is done.
 
 It is driven by module hooks (``hooks.py``) through the ``Root`` of its tree. Beyond ``Residence``:
 
@@ -14,17 +14,22 @@ It is driven by module hooks (``hooks.py``) through the ``Root`` of its tree. Be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from terashard.comm.custom import CustomGroup
+from terashard.comm.group import Group
+from terashard.comm.pieces import rows_of
 from terashard.errors import RunError
 from terashard.shard.axes import DataAxes
-from terashard.shard.flat import FlatLayout, Form
+from terashard.shard.flat import FlatLayout
 from terashard.shard.landing import Landing
-from terashard.shard.param import Place, ShardedParameter
+from terashard.shard.param import ShardedParameter
 from terashard.shard.pool import Slot
 from terashard.shard.residence import Residence, UnitState
 from terashard.shard.rules import Rules
@@ -37,7 +42,7 @@ class Use:
 
 
 class ModuleUnit(Residence):
-    """The parameters of the modules of one ``fully_shard`` call that are cut over the same ranks."""
+    """The parameters of one ``fully_shard`` call that are cut over the same ranks."""
 
     def __init__(
         self,
@@ -49,10 +54,14 @@ class ModuleUnit(Residence):
         ranks: tuple[int, ...],
         rules: Rules,
     ) -> None:
+        self.rules = rules
         super().__init__(name, module, parameters, axes)
+        self.data: DataAxes = axes
         self.ranks = ranks
         """All data-parallel ranks, global."""
-        self.rules = rules
+        self.smaller: DataAxes | None = None
+        """The smaller group over which the full parameters are cut after forward, if any."""
+        self._inner: list[Tensor] | None = None
         self.holders: set[ModuleUnit] = set()
         """This unit and those that borrow from it, as long as code that reads it may run."""
         self.uses: WeakSet[Use] = WeakSet()
@@ -132,13 +141,73 @@ class ModuleUnit(Residence):
             if self.slot.is_own:
                 self.release()
 
+    def shrink(self) -> None:
+        """Keep, until the next gather, this rank's part of the smaller group; release the rest."""
+        if self.smaller is None or self.holders or self.state is not UnitState.FULL:
+            return
+        group, views = self.smaller.shard_gather, self._full_views()[1]
+        self._inner = [
+            rows_of(p.as_rows(view), group.size, group.rank).clone()
+            for p, view in zip(self.parameters, views, strict=True)
+            if not p.is_scalar
+        ]
+        self.release()
+
     def drop(self) -> None:
         """Be sharded, whatever was before."""
         if self.state is UnitState.GATHERING:
             self.wait()
         if self.state is UnitState.FULL:
             self.release()
+        self._inner = None
         self.holders.clear()
+
+    def separate_groups(self, separate: bool) -> None:
+        """Say whether sums have a communicator of their own."""
+        shared = self.data.shard_reduce if separate else self.data.shard_gather
+        self._use(replace(cast(DataAxes, self.axes), shard_reduce=shared))
+
+    def custom_gather(self, comm: Any) -> None:
+        """Gather through ``comm``, in torch's protocol."""
+        if self.data.gather_handle is not None:
+            group = CustomGroup(self.data.shard_gather, self.data.gather_handle, gather=comm)
+            self._use(replace(cast(DataAxes, self.axes), shard_gather=group))
+
+    def custom_scatter(self, comm: Any) -> None:
+        """Sum through ``comm``, in torch's protocol."""
+        if self.data.reduce_handle is not None:
+            group = CustomGroup(self.data.shard_reduce, self.data.reduce_handle, scatter=comm)
+            self._use(replace(cast(DataAxes, self.axes), shard_reduce=group))
+
+    def _fetch(self, targets: list[Tensor]) -> None:
+        inner, self._inner = self._inner, None
+        if inner is None or self.smaller is None or self.is_stale:
+            super()._fetch(targets)
+        else:
+            self._fetch_inner(targets, inner, self.smaller.shard_gather)
+
+    def _fetch_inner(self, targets: list[Tensor], inner: list[Tensor], group: Group) -> None:
+        """Complete the parameters from the parts that a smaller group kept."""
+        parts = iter(inner)
+        travelling: list[Tensor] = []
+        for p, target in zip(self.parameters, targets, strict=True):
+            if p.is_scalar:
+                target.copy_(p.local)
+                continue
+            whole = p.travelling(target)
+            rows_of(whole, group.size, group.rank).copy_(next(parts))
+            travelling.append(whole)
+            if not p.is_in_place:
+                self._staged.append((target, p.at_home(whole)))
+        self._arriving = group.gather_rows(travelling)
+        self.traffic.gathered_bytes += sum(whole.nbytes for whole in travelling)
+
+    def _use(self, axes: Any) -> None:
+        self.axes = self.landing.axes = axes
+
+    @property
+    def _kept_device(self) -> torch.device:
+        return torch.device("cpu") if self.rules.offload else self.axes.device
 
     def on_arrival(self) -> None:
         """Called when a gradient is complete; the root of the tree sets what happens then."""
@@ -159,9 +228,7 @@ class ModuleUnit(Residence):
             there = p.places[0].find()
             if (there is p.sharded and p.lies_in_place) or p.is_full(there):
                 continue
-            self._require_same(p, there)
-            assert isinstance(there, DTensor)
-            p.sharded, p.written, changed = there, True, True  # type: ignore[assignment]
+            p.sharded, p.written, changed = self._same(p, there), True, True
         if changed:
             self._lay_again()
 
@@ -169,14 +236,14 @@ class ModuleUnit(Residence):
         for parameter in self.parameters:
             parameter.require_written()
 
-    def _require_same(self, p: ShardedParameter, there: nn.Parameter | None) -> None:
+    def _same(self, p: ShardedParameter, there: Any) -> nn.Parameter:
+        """``there``, if it is spread as ``p`` is."""
         spread = p.spread
-        if isinstance(there, DTensor) and (there.device_mesh, there.placements, there.shape) == (
-            spread.mesh,
-            spread.placements,
-            spread.shape,
+        wanted = (spread.mesh, spread.placements, spread.shape)
+        if isinstance(there, DTensor) and (
+            (there.device_mesh, there.placements, there.shape) == wanted
         ):
-            return
+            return cast(nn.Parameter, there)
         found = "nothing" if there is None else f"{type(there).__name__} {tuple(there.shape)}"
         raise RunError(
             f"parameter {p.name} was replaced after its module was sharded: {found} stands there,"

@@ -10,8 +10,8 @@ issue the same collectives nevertheless, without a word::
 A unit that does not come again in what is left of the sequence is *extra*: all ranks must be asked.
 The sequence begins as the order of registration, each unit once. What a rank really did is its
 record. A record that *follows* the sequence has the same units in the same order, some of them
-perhaps never; any other must be compared with those of all ranks, and replaces the sequence if it is
-the same everywhere (or the same but for units that some ranks never used).
+perhaps never; any other must be compared with those of all ranks, and replaces the sequence if it
+is the same everywhere (or the same but for units that some ranks never used).
 """
 
 from collections.abc import Iterable, Sequence
@@ -73,7 +73,7 @@ class Order:
         return follows(self.record, self.agreed)
 
     def adopt(self, record: Sequence[str], kept: Iterable[str]) -> None:
-        """Make ``record`` the sequence, with the units in ``kept`` that it lacks where they were."""
+        """Make ``record`` the sequence; units in ``kept`` that it lacks stay where they were."""
         self.agreed = merged(record, self.agreed, frozenset(kept))
         self.is_confirmed = True
 

@@ -210,13 +210,14 @@ class ShardedParameter:
 
     def is_full(self, there: nn.Parameter | None) -> bool:
         """Whether ``there`` is the full leaf."""
-        return there is not None and there is getattr(self, "full", None)
+        full: nn.Parameter | None = getattr(self, "full", None)
+        return there is not None and there is full
 
     @property
     def lies_in_place(self) -> bool:
         """Whether the public parameter still lies where it was put."""
         found: Tensor = self.sharded._local_tensor  # type: ignore[attr-defined]
-        return found.untyped_storage()._cdata == self.local.untyped_storage()._cdata
+        return bool(found.untyped_storage()._cdata == self.local.untyped_storage()._cdata)
 
     def lie_in(self, local: Tensor) -> None:
         """Move the values of the public parameter, whatever was made of it, into ``local``."""

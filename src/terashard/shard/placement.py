@@ -125,6 +125,8 @@ class DataMesh:
             shard_gather=here if shard is None else group_over(shard, "shard_gather"),
             shard_reduce=here if shard is None else group_over(_reducing(shard), "shard_reduce"),
             replica=here if replica is None else group_over(replica, "replica"),
+            gather_handle=shard,
+            reduce_handle=None if shard is None else _reducing(shard),
         )
 
     def smaller(self, shards: int) -> "DataMesh":

@@ -1,4 +1,4 @@
-r"""What the units of one tree of sharded modules share: slots, order, and the end of a backward pass.
+r"""What the units of one tree of sharded modules share: slots, order, the end of a backward pass.
 
 The first module that runs forward outside any other is the root. From then on, its units
 
@@ -23,6 +23,7 @@ import torch
 from terashard.comm.board import Board
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.pool import BufferPool, Slot
+from terashard.shard.residence import UnitState
 from terashard.shard.rules import Pool
 from terashard.shard.turn import Turn
 
@@ -48,7 +49,6 @@ class Root:
         self.is_in_forward = False
         self.is_in_backward = False
         self.is_last_backward = True
-        self.max_flying = 1
         self.shardings: list[Any] = []
         self.after_optimizer: torch.Event | None = None
         self._parents = {name for above in parents.values() for name in above}
@@ -86,7 +86,8 @@ class Root:
 
     def _gather(self, unit: ModuleUnit) -> None:
         self.turn.announce("gathers", unit)
-        unit.drop()
+        if unit.state is not UnitState.SHARDED:
+            unit.drop()
         slot = self._slot_for(unit)
         holder = None if unit.is_aliased else self._holder(slot)
         if holder is not None:
@@ -197,7 +198,7 @@ class Root:
         torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def ready(self, unit: ModuleUnit) -> None:
-        """The gradient of ``unit`` is final in this backward pass, and nothing reads it any more."""
+        """The gradient of ``unit`` is final in this backward pass, and nobody reads it any more."""
         if not unit.rules.reshard_after_backward:
             unit.holders.clear()
         else:
@@ -242,7 +243,7 @@ class Root:
 
     def _sum(self, unit: ModuleUnit) -> None:
         with self.turn.explained():
-            while len(self._flying) > self.max_flying:
+            while len(self._flying) > unit.rules.max_flying:
                 self._land(self._flying.popleft())
         self.turn.announce("sums", unit)
         unit.landing.issue()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 Pool = Literal["static", "any", "off"]
-"""Where full parameters lie: always in the same slot, in any free one, or in memory of their own."""
+"""Where full parameters lie: always in one slot, in any free one, or in memory of their own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Rules:
     """Whether the choice above was the root's default, and holds while gradients are wanted."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
+    max_flying: int = 1
+    """Sums that may be on their way before the oldest is waited for."""
     sums: bool = True
     """Whether a backward ends with a sum over the ranks, or gradients wait unsharded."""
     sums_replicas: bool = True

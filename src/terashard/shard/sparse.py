@@ -204,5 +204,6 @@ class SparseAdam(_RowOptimizer):
         values.index_add_(0, rows, change, alpha=-group["lr"] * correction)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

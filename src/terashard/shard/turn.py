@@ -26,7 +26,6 @@ from terashard.errors import CommunicationError, RunError
 from terashard.shard.counts import Counts
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.order import Order, common
-from terashard.shard.param import ShardedParameter
 
 _SILENCE = 8.0
 """Seconds after which a rank that announces nothing is named, in debug mode."""
@@ -252,7 +251,7 @@ def _first_difference(here: Sequence[str], there: Sequence[str]) -> str:
     return f"unit {both[0][0]} here where unit {both[0][1]} came there" if both else "at the end"
 
 
-def _other_values(digests: dict[str, int | None], heard: dict[int, str], rank: int) -> str:
+def _other_values(digests: Mapping[str, int], heard: dict[int, str], rank: int) -> str:
     for other, text in heard.items():
         theirs = dict(literal_eval(text))
         for name, digest in digests.items():

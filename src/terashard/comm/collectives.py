@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from terashard.comm.alone import AloneGroup
 from terashard.comm.gloo import GlooGroup
@@ -23,6 +24,9 @@ Maker = Callable[[dist.ProcessGroup, tuple[int, ...], str], Group]
 MAKERS: dict[str, Maker] = {"gloo": GlooGroup, "nccl": NcclGroup}
 """By backend: what makes a group of it; ``CollectiveGroup`` for the others."""
 
+_TWINS = WeakIdKeyDictionary()
+"""By group: another one over the same ranks."""
+
 
 def group_over(handle: dist.ProcessGroup, name: str) -> Group:
     """The group of torch's ``handle``, in the fastest way of its backend."""
@@ -30,6 +34,34 @@ def group_over(handle: dist.ProcessGroup, name: str) -> Group:
     if len(ranks) == 1:
         return AloneGroup(ranks[0])
     return MAKERS.get(dist.get_backend(handle), CollectiveGroup)(handle, ranks, name)
+
+
+def twin_of(handle: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks with a communicator of its own, made at the first call."""
+    if handle not in _TWINS:
+        ranks = dist.get_process_group_ranks(handle)
+        _TWINS[handle] = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc=f"twin of {handle.group_name}"
+        )
+    twin: dist.ProcessGroup = _TWINS[handle]
+    return twin
+
+
+def broadcast(tensor: Tensor, handle: dist.ProcessGroup | None = None) -> None:
+    """Give ``tensor`` the values of the first rank of ``handle``, of all ranks by default."""
+    if dist.is_initialized():
+        whole = tensor.contiguous()
+        dist.broadcast(whole, group=handle, group_src=0)
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+
+def add_up(tensor: Tensor) -> int:
+    """Sum ``tensor`` over all ranks, in place; how many there are."""
+    if not dist.is_initialized():
+        return 1
+    dist.all_reduce(tensor)
+    return dist.get_world_size()
 
 
 @dataclass(frozen=True, slots=True)

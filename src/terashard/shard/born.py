@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from terashard.errors import ConfigError
 from terashard.shard.hooks import Sharding, sharding_of
 from terashard.shard.module_unit import ModuleUnit
+from terashard.shard.optimizer_watch import replaced
 from terashard.shard.param import Place, ShardedParameter
 from terashard.shard.placement import DataMesh, divide
 from terashard.shard.rules import Pool, Rules
@@ -107,6 +108,7 @@ def _unit(
         unit.smaller = request.smaller.axes()
     for (parameter, _), sharded in zip(parameters, described, strict=True):
         _CUT[parameter] = (unit, sharded)
+        replaced(parameter, sharded.name)
     return unit
 
 

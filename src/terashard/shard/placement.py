@@ -12,8 +12,7 @@ Gathers and reductions get a process group each, made once for every group of sh
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +23,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from terashard.comm.alone import AloneGroup
-from terashard.comm.collectives import group_over
+from terashard.comm.collectives import group_over, twin_of
 from terashard.comm.group import Group
 from terashard.errors import ConfigError
 from terashard.shard.axes import DataAxes
 from terashard.shard.flat import Form
 from terashard.shard.param import Cut, Spread
-
-_REDUCING: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-"""By the group that gathers: the one that sums over the same ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,10 +119,10 @@ class DataMesh:
         return DataAxes(
             device=self.device,
             shard_gather=here if shard is None else group_over(shard, "shard_gather"),
-            shard_reduce=here if shard is None else group_over(_reducing(shard), "shard_reduce"),
+            shard_reduce=here if shard is None else group_over(twin_of(shard), "shard_reduce"),
             replica=here if replica is None else group_over(replica, "replica"),
             gather_handle=shard,
-            reduce_handle=None if shard is None else _reducing(shard),
+            reduce_handle=None if shard is None else twin_of(shard),
         )
 
     def smaller(self, shards: int) -> "DataMesh":
@@ -146,17 +142,6 @@ class DataMesh:
         if axis is None or self.mesh.size(axis) == 1:
             return None
         return self.mesh.get_group(axis)
-
-
-def _reducing(handle: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks with a communicator of its own, made at the first call."""
-    if handle not in _REDUCING:
-        ranks = dist.get_process_group_ranks(handle)
-        _REDUCING[handle] = cast(
-            dist.ProcessGroup,
-            dist.new_group(ranks, use_local_synchronization=True, group_desc="shard_reduce"),
-        )
-    return _REDUCING[handle]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,93 @@
+"""One plain safetensors file of a sharded module, written and read without holding it all.
+
+Writing, rank 0 has one full tensor at a time besides the file; so has every other rank. Reading,
+a tensor is taken from the file when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from terashard.checkpoint.blocks import byte_view, dtype_name
+from terashard.errors import CheckpointError
+from terashard.files import TEMPORARY, sync, writing
+from terashard.shard.whole import full_tensors
+
+
+def save_full(module: nn.Module, path: str | Path) -> None:
+    """Write the full state dict of ``module`` to ``path``, a safetensors file, from rank 0.
+
+    Collective. The file appears whole or not at all. Raises ``RunError`` if it cannot be written.
+    """
+    target = Path(path)
+    beside = target.with_name(target.name + TEMPORARY)
+    header = _header(module)
+    leads = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if not leads:
+        for _ in full_tensors(module):
+            pass
+        return
+    with writing(target):
+        with beside.open("wb") as file:
+            file.write(header)
+            for _, tensor in full_tensors(module):
+                file.write(byte_view(tensor.contiguous()))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+        sync(target.parent)
+
+
+class FullFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file by name, each read when it is asked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file = safe_open(path, framework="pt")
+        except Exception as cause:
+            raise CheckpointError(f"cannot read {path}: {cause}") from cause
+        self._names = list(self._file.keys())  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor."""
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """How many tensors there are."""
+        return len(self._names)
+
+
+def read_full(path: str | Path) -> FullFile:
+    """The tensors of a plain safetensors file, for ``load_full``."""
+    return FullFile(path)
+
+
+def _header(module: nn.Module) -> bytes:
+    entries: dict[str, Any] = {}
+    begin = 0
+    for name, value in module.state_dict().items():
+        end = begin + value.numel() * value.element_size()
+        entries[name] = {
+            "dtype": dtype_name(name, value.dtype),
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(entries, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

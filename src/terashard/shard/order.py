@@ -57,11 +57,6 @@ class Order:
         left, self._at = self.agreed[self._at :], len(self.agreed)
         return tuple(left)
 
-    def before(self, name: str, gap: int) -> tuple[str, ...]:
-        """All that comes ``gap`` or more places before the last place of ``name`` reached."""
-        place = max((k for k in range(self._at) if self.agreed[k] == name), default=0)
-        return self.agreed[: max(place - gap + 1, 0)]
-
     def distance(self, name: str) -> int:
         """How many others come before ``name`` does again."""
         left = self.agreed[self._at :]

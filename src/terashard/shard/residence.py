@@ -75,6 +75,7 @@ class Residence:
         self._targets: list[Tensor] | None = None
         self._arriving: Work | None = None
         self._staged: list[tuple[Tensor, Tensor]] = []
+        self._route: tuple[list[Tensor], list[Tensor]] | None = None
         self._keep_rows()
 
     @property
@@ -209,7 +210,7 @@ class Residence:
             views = self._layout.views(lease.view)
             for parameter, view in zip(self.parameters, views, strict=True):
                 parameter.full.data = view if parameter.dress is None else parameter.dress(view)
-            self._targets = self._layout.views(lease.slot.flat())
+            self._targets, self._route = self._layout.views(lease.slot.flat()), None
 
     def _full_views(self) -> tuple[Lease, list[Tensor]]:
         """The lease, and the tensors that a gather fills; both are made once."""
@@ -220,28 +221,33 @@ class Residence:
                 views = self._layout.views(lease.view)
                 for parameter, view in zip(self.parameters, views, strict=True):
                     parameter.compute_in(view)
-                self._targets = self._layout.views(lease.slot.flat())
+                self._targets, self._route = self._layout.views(lease.slot.flat()), None
         return lease, self._targets
 
     def _fetch(self, targets: list[Tensor]) -> None:
-        pairs = list(zip(self.parameters, targets, strict=True))
-        if not pairs:
+        if not targets:
             return
-        travelling = [p.travelling(target) for p, target in pairs]
-        self._staged = [
-            (target, p.at_home(tensor))
-            for (p, target), tensor in zip(pairs, travelling, strict=True)
-            if not p.is_in_place
-        ]
-        own = [
-            p.own_rows(p.at_home(tensor))
-            for p, tensor in zip(self.parameters, travelling, strict=True)
-        ]
+        if self._route is None:
+            self._route = self._routed(targets)
+        own, cut = self._route
+        if self._staged:
+            self._route = None  # tensors that only travel are made anew
         torch._foreach_copy_(own, [parameter.local for parameter in self.parameters])
-        cut = [t for p, t in zip(self.parameters, travelling, strict=True) if not p.is_scalar]
         if cut and self.axes.shards > 1:
             self._arriving = self.axes.shard_gather.gather_rows(cut)
             self.traffic.gathered_bytes += sum(tensor.nbytes for tensor in cut)
+
+    def _routed(self, targets: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """This rank's parts of the tensors that travel, and those tensors."""
+        travelling = [p.travelling(t) for p, t in zip(self.parameters, targets, strict=True)]
+        self._staged = [
+            (target, p.at_home(tensor))
+            for p, target, tensor in zip(self.parameters, targets, travelling, strict=True)
+            if not p.is_in_place
+        ]
+        pairs = list(zip(self.parameters, travelling, strict=True))
+        own = [p.own_rows(p.at_home(tensor)) for p, tensor in pairs]
+        return own, [tensor for p, tensor in pairs if not p.is_scalar]
 
     def _expect(self, state: UnitState, verb: str) -> None:
         if self.state is not state:

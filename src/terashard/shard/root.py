@@ -214,7 +214,6 @@ class Root:
         """Issue the sums that are owed, finish all, publish gradients, clear away."""
         for passed in self.turn.rest("backward"):
             self._take_part(passed)
-        self.turn.compare("backward")
         for unit in self.units:
             unit.landing.collect()
         for unit in self.turn.owed():
@@ -223,6 +222,7 @@ class Root:
             while self._flying:
                 self._land(self._flying.popleft())
             self._publish()
+        self.turn.compare("backward")
         for unit in self.units:
             if unit.rules.reshard_after_backward:
                 unit.drop()
@@ -259,10 +259,13 @@ class Root:
         for unit in self.units:
             if unit.landing.is_flying:
                 unit.landing.publish(told)
-        for unit in self.units:
-            if unit in told.late:
-                unit.landing.issue()
-                unit.landing.issue_replicas()
+        late = [unit for unit in self.units if unit in told.late]
+        for unit in late:
+            unit.landing.issue()
+            unit.landing.issue_replicas()
+        if late:
+            told = self.turn.told_of(late)
+            for unit in late:
                 unit.landing.publish(told)
 
     def _arrival_of(self, unit: ModuleUnit):  # type: ignore[no-untyped-def]

@@ -45,11 +45,14 @@ class Turn:
     ) -> None:
         self._board = board
         self._parents = parents
+        self._outer = {name for above in parents.values() for name in above}
         self._units = {unit.name: unit for unit in units}
         names = tuple(self._units)
         self._orders = {"forward": Order(names), "backward": Order(names[::-1])}
         self._final: set[str] = set()
         self._summed: set[str] = set()
+        self._sums: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        """A backward sequence, and the order of sums that follows from it."""
         self._debugs = os.environ.get("TERASHARD_DEBUG", "") not in ("", "0")
         self._announced = 0
 
@@ -85,9 +88,10 @@ class Turn:
         A rank waits for a sum only when it has come two units further. One that has come so far
         issues the sum with what it has: a gradient that comes later is summed once more at the end.
         """
-        if self._board is None or not _is_agreed(unit):
+        if self._board is None or not _is_agreed(unit) or unit.name in self._outer:
             return []
-        return self._take(self._orders["backward"].before(unit.name, _SLACK))
+        sums = self._sums_order()
+        return self._take(sums[: max(sums.index(unit.name) - _SLACK + 1, 0)])
 
     def rest(self, phase: str) -> list[ModuleUnit]:
         """The units in whose gathers this rank must take part as the phase ends."""
@@ -120,7 +124,7 @@ class Turn:
             return [unit]
         self._final.add(unit.name)
         due: list[str] = []
-        for name in self._orders["backward"].agreed:
+        for name in self._sums_order():
             if self._owes(name) and name not in self._final:
                 break
             due.append(name)
@@ -135,7 +139,7 @@ class Turn:
             and _wants_sum(unit)
             and unit.landing.waits
         ]
-        return [*self._take(self._orders["backward"].agreed), *self._take(self._units), *alone]
+        return [*self._take(self._sums_order()), *alone]
 
     def reset(self) -> None:
         """Forget where this rank stands."""
@@ -200,6 +204,19 @@ class Turn:
         for name in names:
             placed |= dict.fromkeys([*self._parents.get(name, ()), name])
         return tuple(placed)
+
+    def _sums_order(self) -> tuple[str, ...]:
+        """The backward sequence, each unit once and behind those inside it: final after them."""
+        agreed = self._orders["backward"].agreed
+        if self._sums is None or self._sums[0] != agreed:
+            names = list(dict.fromkeys((*agreed, *self._units)))
+            for outer in reversed(list(self._units)):
+                inner = [name for name in names if outer in self._parents.get(name, ())]
+                if inner:
+                    names.remove(outer)
+                    names.insert(max(map(names.index, inner)) + 1, outer)
+            self._sums = (agreed, tuple(names))
+        return self._sums[1]
 
     def _agreed(self, names: Sequence[str]) -> list[ModuleUnit]:
         return [self._units[name] for name in names if _is_agreed(self._units[name])]

@@ -1,4 +1,4 @@
-"""Sparse voxel convolution on ragged inputs, with a branch that the data of one rank alone takes."""
+"""Sparse voxel convolution on ragged inputs; one rank's data alone takes a branch."""
 
 import torch
 from torch import Tensor, nn

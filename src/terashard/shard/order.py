@@ -10,11 +10,20 @@ issue the same collectives nevertheless, without a word::
 A unit that does not come again in what is left of the sequence is *extra*: all ranks must be asked.
 The sequence begins as the order of registration, each unit once. What a rank really did is its
 record. A record that *follows* the sequence has the same units in the same order, some of them
-perhaps never; any other must be compared with those of all ranks, and replaces the sequence if it
-is the same everywhere (or the same but for units that some ranks never used).
+perhaps never; any other must be compared with those of all ranks. If one sequence is followed by
+all records, each rank leaving out other units perhaps, it is agreed from then on::
+
+    rank 0     a b   d
+    rank 1     a   c d          agreed: a b c d
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import chain, pairwise
+
+_Use = tuple[str, int]
+"""A unit, and how often it was used before in the same record."""
 
 
 class Order:
@@ -79,11 +88,47 @@ def follows(record: Sequence[str], sequence: Sequence[str]) -> bool:
     return list(record) == [name for name in sequence if name in used]
 
 
-def common(records: Iterable[Sequence[str]]) -> Sequence[str] | None:
-    """The record that all the others follow, or None."""
-    found = list(records)
-    longest = max(found, key=len)
-    return longest if all(follows(record, longest) for record in found) else None
+def common(records: Iterable[Sequence[str]], former: Sequence[str] = ()) -> list[str] | None:
+    """A sequence that every one of ``records`` follows, or None if there is none.
+
+    Where the records leave it open, units stand as in ``former``, and then as in the records: the
+    answer depends on nothing that ranks could see differently.
+    """
+    found = list(dict.fromkeys(map(tuple, records)))
+    woven = _woven(found, former)
+    return woven if all(follows(record, woven) for record in found) else None
+
+
+def _woven(records: Sequence[Sequence[str]], former: Sequence[str]) -> list[str]:
+    """All uses, each behind what came before it in any record; those in a circle are left out."""
+    runs = [_uses(record) for record in records]
+    names = list(dict.fromkeys([*former, *chain.from_iterable(records)]))
+    place = {name: k for k, name in enumerate(names)}
+    owed = {use: 0 for run in runs for use in run}
+    after: dict[_Use, list[_Use]] = {use: [] for use in owed}
+    for before, behind in {pair for run in runs for pair in pairwise(run)}:
+        after[before].append(behind)
+        owed[behind] += 1
+    ready = [(place[name], nth) for (name, nth), left in owed.items() if not left]
+    heapify(ready)
+    answer = []
+    while ready:
+        where, nth = heappop(ready)
+        answer.append(names[where])
+        for behind in after[names[where], nth]:
+            owed[behind] -= 1
+            if not owed[behind]:
+                heappush(ready, (place[behind[0]], behind[1]))
+    return answer
+
+
+def _uses(record: Sequence[str]) -> list[_Use]:
+    seen: Counter[str] = Counter()
+    answer = []
+    for name in record:
+        answer.append((name, seen[name]))
+        seen[name] += 1
+    return answer
 
 
 def merged(record: Sequence[str], former: Sequence[str], kept: frozenset[str]) -> tuple[str, ...]:

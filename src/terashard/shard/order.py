@@ -102,23 +102,23 @@ def common(records: Iterable[Sequence[str]], former: Sequence[str] = ()) -> list
 def _woven(records: Sequence[Sequence[str]], former: Sequence[str]) -> list[str]:
     """All uses, each behind what came before it in any record; those in a circle are left out."""
     runs = [_uses(record) for record in records]
-    names = list(dict.fromkeys([*former, *chain.from_iterable(records)]))
-    place = {name: k for k, name in enumerate(names)}
+    order = list(dict.fromkeys([*_uses(former), *chain.from_iterable(runs)]))
+    place = {use: k for k, use in enumerate(order)}
     owed = {use: 0 for run in runs for use in run}
     after: dict[_Use, list[_Use]] = {use: [] for use in owed}
     for before, behind in {pair for run in runs for pair in pairwise(run)}:
         after[before].append(behind)
         owed[behind] += 1
-    ready = [(place[name], nth) for (name, nth), left in owed.items() if not left]
+    ready = [place[use] for use, left in owed.items() if not left]
     heapify(ready)
     answer = []
     while ready:
-        where, nth = heappop(ready)
-        answer.append(names[where])
-        for behind in after[names[where], nth]:
+        use = order[heappop(ready)]
+        answer.append(use[0])
+        for behind in after[use]:
             owed[behind] -= 1
             if not owed[behind]:
-                heappush(ready, (place[behind[0]], behind[1]))
+                heappush(ready, place[behind])
     return answer
 
 

@@ -78,7 +78,7 @@ class Sharding:
             for following in self.forward_prefetch:
                 following.issue("forward")
         if torch.is_grad_enabled():
-            self._watch_inputs(root, (args, kwargs))
+            self._watch_inputs((args, kwargs))
         return args, kwargs
 
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -88,7 +88,7 @@ class Sharding:
             return self._cast_output(output)
         self._to_run.discard(module)
         if torch.is_grad_enabled():
-            output = self._watch_outputs(root, output)
+            output = self._watch_outputs(output)
         if not self._to_run:
             self._let_go()
         if self.is_root and getattr(self, "_began", False) and not _in_backward():
@@ -100,8 +100,10 @@ class Sharding:
             root.end_forward()
         return self._cast_output(output)
 
-    def pre_backward(self, root: Root) -> None:
+    def pre_backward(self) -> None:
         """A gradient of an output came: make the parameters full for the backward pass."""
+        root = self.root
+        assert root is not None
         root.begin_backward()
         if self._is_in_backward and all(unit.is_active for unit in self.units):
             return
@@ -168,7 +170,7 @@ class Sharding:
             if torch.is_grad_enabled():
                 unit.shrink()
 
-    def _watch_inputs(self, root: Root, inputs: Any) -> None:
+    def _watch_inputs(self, inputs: Any) -> None:
         watched = [t for t in _tensors(inputs) if t.requires_grad and t.grad_fn is not None]
         if not watched:
             return
@@ -187,9 +189,9 @@ class Sharding:
         for tensor in watched:
             tensor.register_hook(computed)  # type: ignore[no-untyped-call]
 
-    def _watch_outputs(self, root: Root, output: Any) -> Any:
+    def _watch_outputs(self, output: Any) -> Any:
         def came(_: Any) -> None:
-            self.pre_backward(root)
+            self.pre_backward()
 
         def watch(tensor: Tensor) -> Tensor:
             # On the node, not the tensor: an in-place operation on a view replaces the tensor's.

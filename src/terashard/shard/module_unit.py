@@ -83,6 +83,11 @@ class ModuleUnit(Residence):
         return self.state is not UnitState.SHARDED and not self.is_stale
 
     @property
+    def is_assigned(self) -> bool:
+        """Whether the unit has a slot."""
+        return self._lease is not None
+
+    @property
     def stays(self) -> bool:
         """Whether the unit is to stay full after forward, or after backward."""
         return self.rules.reshard_after_forward is False or not self.rules.reshard_after_backward

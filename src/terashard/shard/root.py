@@ -130,6 +130,9 @@ class Root:
         lenders = {lender for unit in self.units for lender in unit.lenders}
         self._placed = {u for u in self.units if u.name in self._parents or u.stays or u in lenders}
         for unit in self.units:
+            if unit.is_assigned:  # by a root below this one: graphs may live that read its slot
+                self._placed.add(unit)
+                continue
             if self.kind == "off":
                 slot = Slot(label=f"memory of unit {unit.name}", device=unit.axes.device)
                 slot.is_own = True

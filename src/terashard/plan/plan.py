@@ -5,7 +5,7 @@ directory, and read back from there.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from typing import Any
 from terashard.config.schema import BatchConfig, ParallelConfig, RunConfig
 from terashard.errors import PlanError
 from terashard.files import replace_text
-from terashard.schedule.actions import OVERS, Grid, MicroBatch, Over
+from terashard.schedule.actions import OVERS, Cell, Grid, MicroBatch, Over
+from terashard.schedule.budget import Budget, Moves, plan_moves
 from terashard.schedule.check import check
 from terashard.schedule.lower import (
     insert_sharding,
@@ -44,6 +45,8 @@ class Plan:
     order: str = "one_forward_one_backward"
     partition: tuple[MicroBatch, ...]
     layers: tuple[tuple[int, int], ...] = ()
+    residency: int | None = None
+    """Bytes of full parameters that a rank may hold at once; None: its whole stage."""
 
     def __post_init__(self) -> None:
         """Check that the parts fit together."""
@@ -60,6 +63,11 @@ class Plan:
             found = [list(micro.slices) for micro in self.partition]
             raise PlanError(
                 f"the slices of every micro-batch must add up to one sequence length; found {found}"
+            )
+        if self.residency is not None and self.residency < 1:
+            raise PlanError(
+                f"a residency of {self.residency} bytes holds nothing; give a positive number, or"
+                " none to hold the whole stage"
             )
         if self.layers:
             self._check_layers()
@@ -110,20 +118,41 @@ class Plan:
         """Stages, micro-batches and slices."""
         return Grid(ranks=self.stages, partition=self.partition)
 
-    def schedule(self, units: Sequence[Sequence[Unit]] = ()) -> Schedule:
+    def schedule(
+        self, units: Sequence[Sequence[Unit]] = (), sizes: Mapping[str, int] | None = None
+    ) -> Schedule:
         """The checked list of actions of a training step, with sharding if ``units`` are given.
 
-        ``units`` lists those of every stage. For a transport whose sends block, put the schedule
+        ``units`` lists those of every stage, ``sizes`` the bytes of each when it is full; a plan
+        with a residency needs both. For a transport whose sends block, put the schedule
         through ``lower.fuse_pairs``.
         """
         bare = ORDERS[self.order](self.grid)
+        moves, cuts = self._moves(bare, units, sizes)
         if units and self.shards * self.replicas > 1:
-            bare = split_at_units(bare, last_backward_cuts(bare, units))
-        return _lowered(bare, units)
+            cuts = _joined(cuts, last_backward_cuts(bare, units))
+        return _lowered(split_at_units(bare, cuts), units, moves)
 
-    def evaluation(self, units: Sequence[Sequence[Unit]] = ()) -> Schedule:
+    def evaluation(
+        self, units: Sequence[Sequence[Unit]] = (), sizes: Mapping[str, int] | None = None
+    ) -> Schedule:
         """The checked list of actions that computes the loss and nothing else."""
-        return _lowered(forward_only(self.grid), units)
+        bare = forward_only(self.grid)
+        moves, cuts = self._moves(bare, units, sizes)
+        return _lowered(split_at_units(bare, cuts), units, moves)
+
+    def _moves(
+        self,
+        bare: Schedule,
+        units: Sequence[Sequence[Unit]],
+        sizes: Mapping[str, int] | None,
+    ) -> tuple[Moves | None, dict[Cell, tuple[int, ...]]]:
+        """Gathers and releases under the plan's residency, and where they cut cells."""
+        if self.residency is None or not units or sizes is None:
+            return None, {}
+        with_units = bare.with_actions([list(p) for p in bare], units=tuple(map(tuple, units)))
+        moves = plan_moves(with_units, Budget(self.residency, sizes))
+        return moves, moves.cuts(with_units)
 
     def reductions(self, *, trains: bool, tied: bool) -> tuple[Over, ...]:
         """The sums of the gradient of a unit; ``tied``: another stage has one of its weights."""
@@ -259,9 +288,21 @@ def _check_sum(key: str, slices: Sequence[int], tokens: int) -> None:
         )
 
 
-def _lowered(bare: Schedule, units: Sequence[Sequence[Unit]]) -> Schedule:
+def _joined(
+    some: Mapping[Cell, tuple[int, ...]], others: Mapping[Cell, tuple[int, ...]]
+) -> dict[Cell, tuple[int, ...]]:
+    """The cuts of both."""
+    return {
+        cell: tuple(sorted({*some.get(cell, ()), *others.get(cell, ())}))
+        for cell in {**some, **others}
+    }
+
+
+def _lowered(
+    bare: Schedule, units: Sequence[Sequence[Unit]], moves: Moves | None = None
+) -> Schedule:
     schedule = insert_transfers(bare)
     if units:
-        schedule = insert_sharding(schedule, units)
+        schedule = insert_sharding(schedule, units, moves)
     check(schedule)
     return schedule

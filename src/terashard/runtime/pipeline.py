@@ -36,6 +36,7 @@ from terashard.schedule.schedule import Schedule
 from terashard.shard.clip import scale_gradients, squared_norm
 from terashard.shard.cut import copied_parameters, make_units, named_parameters
 from terashard.shard.materialise import Fill, materialise, require_written
+from terashard.shard.places import Places
 from terashard.shard.precision import Precision
 from terashard.shard.residence import Traffic
 from terashard.shard.unit import ShardUnit
@@ -92,18 +93,26 @@ class Pipeline:
         table = exchange(module, plan, mesh, self.precision)
         self._ties = table.ties(index)
         whole = whole_digests(module, mesh)
+        self._places = Places(mesh.device) if plan.residency is not None else None
         self.units = make_units(
-            module.units(), mesh=mesh, precision=self.precision, ties=self._ties
+            module.units(),
+            mesh=mesh,
+            precision=self.precision,
+            ties=self._ties,
+            places=self._places,
         )
         if fill is not None:
             self.fill(fill)
         require_written(self.units)
         require_equal_values(self.units, whole, self._ties, mesh)
         units = table.units(plan)
-        self._schedule, self._evaluation = plan.schedule(units), plan.evaluation(units)
+        sizes = table.sizes(self.precision)
+        self._schedule = plan.schedule(units, sizes)
+        self._evaluation = plan.evaluation(units, sizes)
         device, dtype = mesh.device, self.precision.compute
-        self._stage = Stage(module, index, device=device, dtype=dtype)
-        self._worker = Worker(mesh, {index: self._stage}, {index: self.units})
+        pool = None if self._places is None else self._places.pool
+        self._stage = Stage(module, index, device=device, dtype=dtype, pool=pool)
+        self._worker = Worker(mesh, {index: self._stage}, {index: self.units}, self._places)
 
     @property
     def schedule(self) -> Schedule:

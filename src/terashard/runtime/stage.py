@@ -18,6 +18,7 @@ slice, C channels.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ from terashard.nn.loss import Loss, loss_and_gradient, loss_only
 from terashard.nn.protocols import Carry, StageModule, TokenSlice
 from terashard.schedule.actions import Backward, Cell, Forward
 from terashard.schedule.schedule import Schedule
+from terashard.shard.moving import saving_notes
+from terashard.shard.pool import BufferPool
 
 
 class ScaledLoss:
@@ -75,7 +78,9 @@ class Stage:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        pool: BufferPool | None = None,
     ) -> None:
+        self._pool = pool  # of parameters that move while a graph lives
         units = [unit for _, unit in module.units()]
         self.index, self.device, self.dtype = index, device, dtype
         self.width = module.width
@@ -117,7 +122,7 @@ class Stage:
         state, top = self._micros[cell.micro], plan.segments(cell) - 1
         self._advance(state, action, top)
         x = self._input(state, cell, segment, x)
-        with torch.set_grad_enabled(plan.training):
+        with torch.set_grad_enabled(plan.training), self._noting():
             y = self._run(self._indices(action), x, state, state.slices[cell.slice])
         if plan.training:
             state.graphs[cell.slice, segment] = x, y
@@ -165,6 +170,9 @@ class Stage:
             where = state.slices[cell.slice]
             return state.tokens[:, where.start : where.stop]
         return x.detach().requires_grad_(self._plan.training and x.is_floating_point())
+
+    def _noting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._pool is None else saving_notes(self._pool)
 
     def _run(self, indices: range, x: Tensor, state: _MicroState, where: TokenSlice) -> Tensor:
         for index in indices:

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 
 from torch import nn
 
@@ -71,6 +72,18 @@ class StageTable:
     def units(self, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
         """The units of every stage as a schedule sees them."""
         return tuple(tuple(self._units(index, plan)) for index in range(len(self.stages)))
+
+    def sizes(self, precision: Precision) -> dict[str, int]:
+        """Bytes of every unit's own parameters when they are full."""
+        found: dict[str, int] = {}
+        for stage in self.stages:
+            owned: set[str] = set()
+            for name, parameters in stage.units.items():
+                own = {p: face for p, face in parameters.items() if p not in owned}
+                numel = sum(prod(shape) for shape, _ in own.values())
+                found[name] = numel * precision.compute.itemsize
+                owned |= own.keys()
+        return found
 
     def _units(self, index: int, plan: Plan) -> Iterator[Unit]:
         stage, ties = self.stages[index], self.ties(index)

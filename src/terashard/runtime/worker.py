@@ -35,6 +35,7 @@ from terashard.schedule.actions import (
     Way,
 )
 from terashard.schedule.schedule import Schedule
+from terashard.shard.places import Places
 from terashard.shard.sums import Sums
 from terashard.shard.unit import ShardUnit, UnitState
 from terashard.simulate.timeline import Span, Timeline
@@ -43,13 +44,19 @@ from terashard.simulate.timeline import Span, Timeline
 class Worker:
     """One rank that performs its part of a schedule.
 
-    ``stages`` and ``units`` are those of this rank, by stage.
+    ``stages`` and ``units`` are those of this rank, by stage. ``places`` has the slots of units
+    that move between them.
     """
 
     def __init__(
-        self, mesh: Mesh, stages: Mapping[int, Stage], units: Mapping[int, Sequence[ShardUnit]]
+        self,
+        mesh: Mesh,
+        stages: Mapping[int, Stage],
+        units: Mapping[int, Sequence[ShardUnit]],
+        places: Places | None = None,
     ) -> None:
         self.mesh, self.stages, self.units = mesh, stages, units
+        self._places = places
         self.rank = mesh.coordinates.stage
         self._parts: dict[bool, Part] = {}
         self._sums = Sums()
@@ -125,7 +132,8 @@ class Worker:
             case Receive(cell):
                 self._values[cell, action.way] = mail.receive(action)
             case Gather(unit):
-                self._unit(unit).gather()
+                here = self._unit(unit)
+                here.gather(None if self._places is None else self._places.free(here))
             case Release(unit):
                 self._unit(unit).wait()
                 self._unit(unit).release()

@@ -25,6 +25,7 @@ from terashard.schedule.actions import (
     Send,
     UnitKey,
 )
+from terashard.schedule.budget import Moves, Place
 from terashard.schedule.compile import Index
 from terashard.schedule.needs import transfers, units_fed, units_used
 from terashard.schedule.schedule import Schedule, Unit
@@ -80,23 +81,31 @@ def last_backward_cuts(
     }
 
 
-def insert_sharding(schedule: Schedule, units: Sequence[Sequence[Unit]]) -> Schedule:
-    """Gather every unit once, release it after its last use, reduce it when its gradient is final.
+def insert_sharding(
+    schedule: Schedule, units: Sequence[Sequence[Unit]], moves: Moves | None = None
+) -> Schedule:
+    """Gather units, release them, and reduce each when its gradient is final.
 
-    The whole stage stays gathered in between. Gathers are issued at the start of the step, where
-    the pipe is empty; a tied weight's sum over two stages is issued last, when nothing waits for
-    either of them.
+    Without ``moves`` every unit is gathered once and released after its last use: the whole stage
+    stays gathered in between, and gathers are issued at the start of the step, where the pipe is
+    empty. With them, gathers and releases come where they say. A tied weight's sum over two stages
+    is issued last, when nothing waits for either of them.
     """
     bare = schedule.with_actions(
         [[] for _ in range(schedule.grid.ranks)], units=tuple(map(tuple, units))
     )
-    programs = [_sharded(bare, program) for program in schedule]
+    programs = [
+        _sharded(bare, program, moves, moves.first[rank] if moves else ())
+        for rank, program in enumerate(schedule)
+    ]
     return bare.with_actions(programs)
 
 
-def _sharded(schedule: Schedule, program: Sequence[Action]) -> list[Action]:
+def _sharded(
+    schedule: Schedule, program: Sequence[Action], moves: Moves | None, first: Sequence[Action]
+) -> list[Action]:
     used, final = _last(schedule, program, fed=False), _last(schedule, program, fed=True)
-    body: list[Action] = [Gather(unit) for unit in used]
+    body: list[Action] = list(first) if moves else [Gather(unit) for unit in used]
     waiting: list[Action] = []
     ties: list[Action] = []
     for position, action in enumerate(program):
@@ -105,11 +114,23 @@ def _sharded(schedule: Schedule, program: Sequence[Action]) -> list[Action]:
             body += waiting
             waiting = []
         body.append(action)
-        waiting += [Release(unit) for unit, last in used.items() if last == position]
+        if moves is None:
+            waiting += [Release(unit) for unit, last in used.items() if last == position]
+        elif isinstance(action, Forward | Backward):
+            waiting += moves.behind.get(_arrived(schedule, action), ())
         for unit in (u for u, last in final.items() if last == position):
             for over in schedule.units[unit.stage][unit.index].reductions:
                 (ties if over == "tie" else waiting).append(Reduce(unit, over))
     return [*body, *waiting, *ties]
+
+
+def _arrived(schedule: Schedule, action: Forward | Backward) -> Place:
+    """The unit boundary at which a segment ends."""
+    cell = action.cell
+    bounds = (0, *schedule.cuts.get(cell, ()), len(schedule.units[cell.stage]))
+    if isinstance(action, Forward):
+        return True, cell, bounds[action.segment + 1]
+    return False, cell, bounds[action.segment]
 
 
 def _last(schedule: Schedule, program: Sequence[Action], *, fed: bool) -> dict[UnitKey, int]:

@@ -13,6 +13,7 @@ from terashard.comm.mesh import Mesh
 from terashard.errors import RunError
 from terashard.shard.flat import Form
 from terashard.shard.param import Place, ShardedParameter, rows_of_stage
+from terashard.shard.places import Places
 from terashard.shard.pool import BufferPool
 from terashard.shard.precision import Precision
 from terashard.shard.unit import ShardUnit
@@ -25,6 +26,7 @@ def make_units(
     precision: Precision,
     ties: Mapping[str, str],
     slots: Mapping[str, int] | None = None,
+    places: Places | None = None,
 ) -> list[ShardUnit]:
     """Cut the parameters of every (name, module), in place, and return one unit for each.
 
@@ -32,7 +34,8 @@ def make_units(
     be filled by ``materialise``. Buffers are not cut, not in ``state_dict`` and not saved, so only
     non-persistent ones are allowed. Global names are ``f"{unit}.{name inside the unit}"``. ``ties``
     maps such a name to the name of the parameter, in another stage, that always equals it.
-    ``slots`` says which slot of the pool a unit uses; by default each has its own. Whether a
+    ``slots`` says which slot of the pool a unit uses; by default each has its own. With
+    ``places`` every gather names a slot of these. Whether a
     parameter trains is settled here, by its ``requires_grad``.
     """
     _refuse_persistent_buffers(units)
@@ -43,7 +46,10 @@ def make_units(
     for index, (name, module) in enumerate(units):
         unit = ShardUnit(name, module, claims.owned[index], mesh=mesh, precision=precision)
         unit.lenders = tuple(made[owner] for owner in sorted(claims.borrowed[index]))
-        unit.assign(pool.slot(index if slots is None else slots[name]))
+        if places is None:
+            unit.assign(pool.slot(index if slots is None else slots[name]))
+        else:
+            unit.assign(places.free(unit), moving=True)
         _move_buffers(module, mesh)
         made.append(unit)
     return made

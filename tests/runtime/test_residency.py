@@ -110,8 +110,12 @@ def test_what_is_counted_is_what_the_list_says_and_slots_stay_within_the_budget(
         gathers = sum(isinstance(a, Gather) for a in actions)
         reductions = sum(isinstance(a, Reduce) for a in actions)
         after = made.traffic()
-        assert after.gathers - before.gathers == 2 * gathers
-        assert after.reductions - before.reductions == 2 * reductions
+        planned = made.planned_traffic
+        assert after.gathers - before.gathers == 2 * gathers == 2 * planned.gathers
+        assert after.reductions - before.reductions == 2 * reductions == 2 * planned.reductions
+        assert after.gathered_bytes - before.gathered_bytes == 2 * planned.gathered_bytes
+        assert after.reduced_bytes - before.reduced_bytes == 2 * planned.reduced_bytes
+        assert whole.planned_traffic.volumes == 2.0 < planned.volumes
         assert gathers > len(made.units)
         places = made._places
         assert places is not None

@@ -85,12 +85,13 @@ def _width(console: "Console") -> int:
 
 def _schedule(config: RunConfig, plan: "Plan") -> "Schedule":
     """The step's schedule; the vocabulary, which only the data knows, plays no part in it."""
-    from terashard.plan.plan import stage_units
+    from terashard.plan.plan import stage_units, unit_sizes
     from terashard.spec.model import describe
 
     size, tokens = config.model.vocab_size or 1, config.batch.tokens
     spec = describe(config.model, vocab_size=size, max_length=tokens)
-    return plan.schedule(stage_units(spec, plan))
+    itemsize = {"bf16": 2, "fp32": 4, "fp64": 8}[config.train.precision]
+    return plan.schedule(stage_units(spec, plan), unit_sizes(spec, itemsize))
 
 
 def title(plan: "Plan") -> str:

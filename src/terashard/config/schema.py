@@ -117,14 +117,14 @@ class ParallelConfig:
     """One number: equal token slices; several: their lengths. Unused with `partition`."""
     partition: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Micro-batches as (sequences, slice lengths), e.g. [[2, [128, 128]], [1, [256]]]."""
+    residency: int | None = None
+    """Bytes of full parameters that a rank may hold at once; none: its whole stage."""
 
     def __post_init__(self) -> None:
         """Check every count."""
         _positive("parallel", self, "stages", "shards", "replicas", "micro_batches")
         if not self.slices:
-            raise ConfigError(
-                "parallel.slices is empty; give a number of equal slices or their lengths"
-            )
+            raise ConfigError("parallel.slices is empty; give a number of slices or their lengths")
         for value in self.slices:
             _at_least("parallel", "slices", value, 1)
         for sequences, lengths in self.partition:

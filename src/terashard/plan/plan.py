@@ -7,21 +7,16 @@ directory, and read back from there.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from terashard.config.schema import BatchConfig, ParallelConfig, RunConfig
 from terashard.errors import PlanError
 from terashard.files import replace_text
-from terashard.schedule.actions import OVERS, Cell, Grid, MicroBatch, Over
-from terashard.schedule.budget import Budget, Moves, plan_moves
-from terashard.schedule.check import check
-from terashard.schedule.lower import (
-    insert_sharding,
-    insert_transfers,
-    last_backward_cuts,
-    split_at_units,
-)
+from terashard.plan.lowered import lowered
+from terashard.schedule.actions import OVERS, Grid, MicroBatch, Over
+from terashard.schedule.budget import Budget
 from terashard.schedule.orders import ORDERS, forward_only
 from terashard.schedule.schedule import Schedule, Unit
 from terashard.spec.model import ModelSpec
@@ -127,32 +122,21 @@ class Plan:
         with a residency needs both. For a transport whose sends block, put the schedule
         through ``lower.fuse_pairs``.
         """
-        bare = ORDERS[self.order](self.grid)
-        moves, cuts = self._moves(bare, units, sizes)
-        if units and self.shards * self.replicas > 1:
-            cuts = _joined(cuts, last_backward_cuts(bare, units))
-        return _lowered(split_at_units(bare, cuts), units, moves)
+        shares = self.shards * self.replicas > 1
+        return lowered(
+            ORDERS[self.order](self.grid), units, budget=self._budget(sizes), early_sums=shares
+        )
 
     def evaluation(
         self, units: Sequence[Sequence[Unit]] = (), sizes: Mapping[str, int] | None = None
     ) -> Schedule:
         """The checked list of actions that computes the loss and nothing else."""
-        bare = forward_only(self.grid)
-        moves, cuts = self._moves(bare, units, sizes)
-        return _lowered(split_at_units(bare, cuts), units, moves)
+        return lowered(forward_only(self.grid), units, budget=self._budget(sizes))
 
-    def _moves(
-        self,
-        bare: Schedule,
-        units: Sequence[Sequence[Unit]],
-        sizes: Mapping[str, int] | None,
-    ) -> tuple[Moves | None, dict[Cell, tuple[int, ...]]]:
-        """Gathers and releases under the plan's residency, and where they cut cells."""
-        if self.residency is None or not units or sizes is None:
-            return None, {}
-        with_units = bare.with_actions([list(p) for p in bare], units=tuple(map(tuple, units)))
-        moves = plan_moves(with_units, Budget(self.residency, sizes))
-        return moves, moves.cuts(with_units)
+    def _budget(self, sizes: Mapping[str, int] | None) -> Budget | None:
+        if self.residency is None or sizes is None:
+            return None
+        return Budget(self.residency, sizes)
 
     def reductions(self, *, trains: bool, tied: bool) -> tuple[Over, ...]:
         """The sums of the gradient of a unit; ``tied``: another stage has one of its weights."""
@@ -204,6 +188,7 @@ def plan_of(config: RunConfig, num_layers: int) -> Plan:
         order=parallel.order,
         partition=_partition(parallel, batch, batch.sequences // ranks),
         layers=spread_layers(num_layers, parallel.stages),
+        residency=parallel.residency,
     )
 
 
@@ -234,6 +219,14 @@ def stage_units(spec: ModelSpec, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
     lenders = (names[0],) if spec.tied and plan.stages == 1 else ()
     stages[-1].append(Unit(names[-1], ties, head=True, borrows=lenders))
     return tuple(map(tuple, stages))
+
+
+def unit_sizes(spec: ModelSpec, itemsize: int) -> dict[str, int]:
+    """Bytes of every unit of terashard's own decoder when it is full."""
+    return {
+        unit: itemsize * sum(prod(shape) for shape in spec.unit_parameters(unit).values())
+        for unit in spec.unit_names()
+    }
 
 
 def equal_slices(tokens: int, count: int) -> tuple[int, ...]:
@@ -286,23 +279,3 @@ def _check_sum(key: str, slices: Sequence[int], tokens: int) -> None:
             f"{key}: slices {list(slices)} add up to {sum(slices)} tokens, but batch.tokens ="
             f" {tokens}; the slices of a sequence must add up to its length"
         )
-
-
-def _joined(
-    some: Mapping[Cell, tuple[int, ...]], others: Mapping[Cell, tuple[int, ...]]
-) -> dict[Cell, tuple[int, ...]]:
-    """The cuts of both."""
-    return {
-        cell: tuple(sorted({*some.get(cell, ()), *others.get(cell, ())}))
-        for cell in {**some, **others}
-    }
-
-
-def _lowered(
-    bare: Schedule, units: Sequence[Sequence[Unit]], moves: Moves | None = None
-) -> Schedule:
-    schedule = insert_transfers(bare)
-    if units:
-        schedule = insert_sharding(schedule, units, moves)
-    check(schedule)
-    return schedule

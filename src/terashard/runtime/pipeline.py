@@ -33,6 +33,7 @@ from terashard.runtime.table import exchange
 from terashard.runtime.worker import Worker
 from terashard.schedule.check import check
 from terashard.schedule.schedule import Schedule
+from terashard.schedule.traffic import PlannedTraffic, planned_traffic
 from terashard.shard.clip import scale_gradients, squared_norm
 from terashard.shard.cut import copied_parameters, make_units, named_parameters
 from terashard.shard.materialise import Fill, materialise, require_written
@@ -106,7 +107,8 @@ class Pipeline:
         require_written(self.units)
         require_equal_values(self.units, whole, self._ties, mesh)
         units = table.units(plan)
-        sizes = table.sizes(self.precision)
+        self._numels = table.numels()
+        sizes = {name: n * self.precision.compute.itemsize for name, n in self._numels.items()}
         self._schedule = plan.schedule(units, sizes)
         self._evaluation = plan.evaluation(units, sizes)
         device, dtype = mesh.device, self.precision.compute
@@ -173,6 +175,17 @@ class Pipeline:
             count, _ = self._run(self._evaluation, tokens, targets, loss or self.loss)
         mean, tokens_of_all = self._sum([self._stage.loss_sum, count])
         return mean, int(tokens_of_all)
+
+    @property
+    def planned_traffic(self) -> PlannedTraffic:
+        """What a step of this rank asks of the groups of shards, counted from the schedule."""
+        return planned_traffic(
+            self._schedule,
+            self.mesh.coordinates.stage,
+            self._numels,
+            compute=self.precision.compute.itemsize,
+            master=self.precision.master.itemsize,
+        )
 
     def traffic(self) -> Traffic:
         """What this rank has asked other ranks for since the pipeline was made."""

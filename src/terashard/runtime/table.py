@@ -73,15 +73,14 @@ class StageTable:
         """The units of every stage as a schedule sees them."""
         return tuple(tuple(self._units(index, plan)) for index in range(len(self.stages)))
 
-    def sizes(self, precision: Precision) -> dict[str, int]:
-        """Bytes of every unit's own parameters when they are full."""
+    def numels(self) -> dict[str, int]:
+        """Elements of every unit's own parameters."""
         found: dict[str, int] = {}
         for stage in self.stages:
             owned: set[str] = set()
             for name, parameters in stage.units.items():
                 own = {p: face for p, face in parameters.items() if p not in owned}
-                numel = sum(prod(shape) for shape, _ in own.values())
-                found[name] = numel * precision.compute.itemsize
+                found[name] = sum(prod(shape) for shape, _ in own.values())
                 owned |= own.keys()
         return found
 

@@ -31,7 +31,7 @@ from terashard.train.rate import part_of_peak
 from terashard.train.record import Metrics, StepRecord
 from terashard.train.samples import Samples, rows_of
 from terashard.train.stop import StopFlag
-from terashard.units import show_seconds
+from terashard.units import show_count, show_seconds
 
 log = logging.getLogger("terashard")
 
@@ -91,6 +91,13 @@ class Trainer:
         self._flag.begin(lambda: self.say("stopping after this step; once more stops at once"))
         if not self.config.checkpoint.every:
             self.say("checkpoints: at the end, and when stopped (checkpoint.every = 0)")
+        if self.pipeline.mesh.shards > 1:
+            planned = self.pipeline.planned_traffic
+            self.say(
+                f"sharding: {show_count(planned.gathers, 'gather')} and"
+                f" {show_count(planned.reductions, 'reduction')} per step,"
+                f" {planned.volumes:.2f} times a stage's parameters"
+            )
         if self.samples.held_out is None:
             self.say(f"no evaluation: nothing is held out ({self.samples.nothing_held_out})")
         try:

@@ -112,7 +112,7 @@ def test_equal_values_pass_whatever_their_type_shape_and_memory_order() -> None:
         model.scalar = nn.Parameter(torch.ones((), dtype=torch.float64))
         model.empty = nn.Parameter(torch.empty(0, 3))
         model.waves = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        model.half = nn.Parameter(torch.full((2, 2), float("nan"), dtype=torch.bfloat16))
+        model.bf16 = nn.Parameter(torch.full((2, 2), float("nan"), dtype=torch.bfloat16))
         model.forward = lambda: (model.transposed.sum() + model.waves.abs().sum()) * model.scalar
         terashard.fully_shard(model, mesh=mesh_of(2))
         model().backward()
@@ -126,12 +126,13 @@ def test_equal_values_pass_whatever_their_type_shape_and_memory_order() -> None:
 def test_debug_mode_names_both_collectives_where_ranks_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same sequence with rank 1 one unit behind: both are named before either is issued."""
+    """Both have the same bytes to send: without the mode, each would compute with the other's."""
     monkeypatch.setenv("TERASHARD_DEBUG", "1")
 
     def program(rank: int) -> None:
         model: Any = sharded(seeded(Net()), 2)
-        model(words(rank, 0))
+        with torch.no_grad():
+            model(words(rank, 0))
         model.blocks[rank].unshard()
 
     for why in refusals(2, program).values():

@@ -82,6 +82,34 @@ def test_once_agreed_nothing_is_said_whatever_units_a_rank_leaves_out(
     assert sorted(said) == sorted(2 * ["values", "record forward", "record backward"])
 
 
+@pytest.mark.parametrize("last", [((0, 1, 2), (0, 2)), ((0, 2), (0, 1, 2))])
+def test_branches_that_differ_in_the_first_pass_leave_the_order_as_it_was(last: Any) -> None:
+    """Two records that left it open were once merged in an order that no rank would use."""
+
+    def program(rank: int) -> None:
+        model: Any = sharded(seeded(Forked()), 2)
+        for step, takes in enumerate([((0, 1), (0, 2)), last]):
+            model.takes = takes[rank]
+            loss_of(model, words(rank, step)).backward()
+
+    run_ranks(2, program)
+
+
+def test_a_rank_that_is_only_slow_in_its_first_pass_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was taken for one that used units in another order."""
+    monkeypatch.setitem(Board.exchange.__kwdefaults__, "patience", 0.2)
+
+    def program(rank: int) -> None:
+        model: Any = sharded(seeded(Net()), 2)
+        if rank == 1:
+            model.head.register_forward_hook(lambda *_: time.sleep(1.0))
+        loss_of(model, words(rank, 0)).backward()
+
+    run_ranks(2, program)
+
+
 def _shardings(model: Any) -> list[Any]:
     return [model._own, *(block._own for block in model.blocks)]
 
@@ -176,6 +204,23 @@ def test_an_optimizer_with_one_replaced_parameter_among_its_own_is_found() -> No
         sharded(model, 1)
         with pytest.raises(RunError, match=r"this Adam holds 1 parameters .*down\.weight"):
             optimizer.step()
+
+    run_ranks(1, program)
+
+
+def test_an_early_optimizer_is_found_at_every_step_even_if_it_stepped_before_sharding() -> None:
+    """It was looked at once only: when it was still right, or before the error was caught."""
+
+    def program(_: int) -> None:
+        sharded(seeded(Net()), 1)
+        model: Any = seeded(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of(model, words(0, 0)).backward()
+        optimizer.step()
+        sharded(model, 1)
+        for _ in range(2):
+            with pytest.raises(RunError, match="holds 15 parameters"):
+                optimizer.step()
 
     run_ranks(1, program)
 

@@ -636,3 +636,35 @@ def test_parameters_on_the_full_mesh_whose_data_axes_are_named() -> None:
         return seeded(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)))
 
     alike(program, size=4, build=build)
+
+
+@pytest.mark.parametrize("pool", ["static", "any", "off"])
+def test_gathers_ahead_change_no_value_and_come_before_the_sum(pool: str) -> None:
+    def program(here: Here) -> Any:
+        arguments = {"pool": pool} if here.engine is terashard else {}
+        shard(here, 2, **arguments)
+        if here.engine is terashard:
+            here.model.set_gathers_ahead(1)
+            with pytest.raises(ValueError, match="ahead is no number"):
+                here.model.set_gathers_ahead(-1)
+        return train(here)
+
+    alike(program, build=lambda: seeded(Net(5)))
+
+
+def test_the_next_gather_is_issued_before_the_current_sum() -> None:
+    def program(here: Here) -> list[str]:
+        shard(here, 2)
+        here.model.set_gathers_ahead(1)
+        loss_of(here.model, words(here.rank, 0)).backward()
+        order: list[str] = []
+        for unit in here.model._own.root.units:
+            gather, issue = unit.gather, unit.landing.issue
+            unit.gather = lambda *a, u=unit, g=gather: order.append(f"G {u.name}") or g(*a)
+            unit.landing.issue = lambda u=unit, i=issue: order.append(f"A {u.name}") or i()
+        loss_of(here.model, words(here.rank, 1)).backward()
+        return order
+
+    order = run("ours", program, 2, lambda: seeded(Net(5)))[0]
+    assert order.index("G blocks.2", 6) < order.index("A blocks.3")
+    assert order.index("G blocks.1", 6) < order.index("A blocks.2")

@@ -6,14 +6,14 @@ something else. A collective would hang then; a text in the store waits for nobo
     exchange("forward 3", "a b c")    post under forward 3/7/rank, read those of the others;
                                       7: how often this topic was talked about before
 
-An exchange in which somebody stays silent ends after ``patience`` seconds. Texts of earlier
+An exchange in which somebody stays silent ends after ``patience`` seconds; one that *heeds* ends as
+soon as a rank refuses, so it may be patient with slow ones. Texts of earlier
 exchanges are deleted once all have read them.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
-from time import monotonic
+from time import monotonic, sleep
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -49,15 +49,20 @@ class Board:
         store = dist.distributed_c10d._get_default_store()
         return cls(store, dist.get_rank(), ranks, name=f"{members}/{made[members]}")
 
-    def exchange(self, topic: str, said: str, *, patience: float = PATIENCE) -> dict[int, str]:
-        """What every rank says about ``topic``; silent ranks are missing."""
+    def exchange(
+        self, topic: str, said: str, *, patience: float = PATIENCE, heeds: bool = False
+    ) -> dict[int, str]:
+        """What every rank says about ``topic``; silent ranks are missing.
+
+        ``heeds``: raise ``RunError`` if a rank refuses before all have spoken.
+        """
         number = self._said[topic]
         self._said[topic] += 1
         self._store.set(f"{topic}/{number}/{self.rank}", said)
         deadline = monotonic() + patience
         heard = {}
         for rank in self.ranks:
-            text = self._hear(f"{topic}/{number}/{rank}", deadline)
+            text = self._hear(f"{topic}/{number}/{rank}", deadline, heeds=heeds)
             if text is not None:
                 heard[rank] = text
         if number >= 2 and len(heard) == len(self.ranks):
@@ -79,13 +84,24 @@ class Board:
         """Why another rank stopped, if it left word."""
         return self._hear("refused", monotonic() + 0.2)
 
-    def _hear(self, key: str, deadline: float) -> str | None:
-        wait = timedelta(seconds=max(deadline - monotonic(), 0.01))
+    def _hear(self, key: str, deadline: float, *, heeds: bool = False) -> str | None:
+        """The text under ``key``, or None if it does not come.
+
+        Asked for again and again: a FileStore waits in whole seconds, and a TCPStore that waits
+        lets no other thread of this process near it.
+        """
+        pause = 0.0005
         try:
-            self._store.wait([key], wait)
-        except (RuntimeError, ValueError):  # DistStoreError is a RuntimeError
+            while not self._store.check([key]):
+                if heeds and self._store.check(["refused"]):
+                    raise RunError(self._store.get("refused").decode())
+                if monotonic() >= deadline:
+                    return None
+                sleep(pause)
+                pause = min(2 * pause, 0.05)
+            return self._store.get(key).decode()
+        except RuntimeError:  # the store is gone, and who kept it
             return None
-        return self._store.get(key).decode()
 
 
 def _told(ranks: Sequence[int], heard: dict[int, str], patience: float) -> str:

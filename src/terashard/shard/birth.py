@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terashard.errors import ConfigError, RunError
-from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.hooks import Sharding, sharding_of, shardings_in
 from terashard.shard.param import ShardedParameter
 
 _RESETS = ("reset_parameters", "init_weights", "_reset_parameters")
@@ -41,7 +41,7 @@ def initialise(module: nn.Module, *, init: Callable[[nn.Module], Any] | None = N
     ranks must have the same random state, and call. Raises ``RunError`` for a tensor that nothing
     wrote, and ``ConfigError`` for a module that is not sharded. Returns ``module``.
     """
-    shardings = _shardings(module)
+    shardings = shardings_in(module)
     if not shardings:
         raise ConfigError("initialise takes a module that fully_shard has sharded; shard it first")
     births = [_Birth(sharding, module) for sharding in shardings]
@@ -171,11 +171,6 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
         yield one
 
     yield from walk(module)
-
-
-def _shardings(module: nn.Module) -> list[Sharding]:
-    found = (sharding_of(child) for child in module.modules())
-    return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
 
 
 def _own_modules(sharding: Sharding) -> list[nn.Module]:

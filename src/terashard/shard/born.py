@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from terashard.errors import ConfigError
+from terashard.shard.division import divide
 from terashard.shard.hooks import Sharding, sharding_of
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.optimizer_watch import replaced
 from terashard.shard.param import Place, ShardedParameter
-from terashard.shard.placement import DataMesh, divide
+from terashard.shard.placement import DataMesh
 from terashard.shard.rules import Pool, Rules
 
 _CUT = WeakTensorKeyDictionary()

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from terashard.shard.module_unit import ModuleUnit, Use
 from terashard.shard.root import Root
 from terashard.shard.rules import Pool, Rules
+from terashard.shard.tree import plant
 
 
 class Sharding:
@@ -147,7 +148,7 @@ class Sharding:
     def settled(self, module: nn.Module) -> Root:
         """The root of the tree; the first module that asks becomes it."""
         if self.root is None:
-            _plant(module)
+            plant(module, shardings_in(module))
         assert self.root is not None
         return self.root
 
@@ -161,6 +162,7 @@ class Sharding:
             root.bring(unit, phase)
         for unit in self.units:
             root.show(unit)
+        root.look_ahead(phase)
 
     def _let_go(self) -> None:
         for unit in self.units:
@@ -245,51 +247,10 @@ def sharding_of(module: nn.Module) -> Sharding | None:
     return found
 
 
-def _plant(module: nn.Module) -> None:
-    """Make ``module`` the root of its tree."""
-    found: list[Sharding] = []
-    for _, child in module.named_modules():
-        sharding = sharding_of(child)
-        if sharding is not None and sharding not in found:
-            found.append(sharding)
-    mine = found[0]
-    for unit in mine.units:
-        if unit.rules.reshard_after_forward is None:
-            unit.rules.reshard_after_forward, unit.rules.is_default = False, True
-    units = [unit for s in found for unit in s.units]
-    _name(module, found)
-    parents = {
-        unit.name: [one.name for other in found if _below(other, s) for one in other.units]
-        for s in found
-        for unit in s.units
-    }
-    root = Root(units, parents, mine.pool)
-    root.shardings = found
-    for sharding in found:
-        sharding.root, sharding.is_root = root, sharding is mine
-
-
-def _name(top: nn.Module, shardings: Sequence[Sharding]) -> None:
-    """Name units and parameters as they are called from the root."""
-    names = {module: name for name, module in top.named_modules()}
-    for sharding in shardings:
-        here = names.get(sharding.modules[0], "") or "root"
-        for index, unit in enumerate(sharding.units):
-            unit.rename(here if index == 0 else f"{here}#{index}")
-            for p in unit.parameters:
-                prefix = names.get(p.places[0].module, "")
-                attribute = p.places[0].attribute
-                p.name = f"{prefix}.{attribute}" if prefix else attribute
-
-
-def _below(upper: Sharding, lower: Sharding) -> bool:
-    """Whether a module of ``lower`` stands inside one of ``upper``."""
-    return upper is not lower and any(
-        inner is child
-        for outer in upper.modules
-        for inner in lower.modules
-        for child in outer.modules()
-    )
+def shardings_in(module: nn.Module) -> list[Sharding]:
+    """What is sharded in the tree of ``module``, in order of registration, each once."""
+    found = (sharding_of(child) for child in module.modules())
+    return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
 
 
 def _in_backward() -> bool:

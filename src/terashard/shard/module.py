@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from terashard.errors import ConfigError
-from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.hooks import Sharding, sharding_of, shardings_in
 from terashard.shard.moving import noting
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
@@ -112,8 +112,7 @@ class ShardedModule(nn.Module):
         self._own.rules.unshard_in_backward = unshard_in_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last before the optimizer's step."""
-        self._own.settled(self).is_last_backward = is_last_backward
+        """Accept torch's wish: every backward finishes its own sums here."""
 
     def set_modules_to_forward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Name the modules whose gathers are issued when this one runs forward."""
@@ -122,6 +121,15 @@ class ShardedModule(nn.Module):
     def set_modules_to_backward_prefetch(self, modules: list[ShardedModule]) -> None:
         """Name the modules whose gathers are issued when this one runs backward."""
         self._own.backward_prefetch = [_required(module) for module in modules]
+
+    def set_gathers_ahead(self, count: int) -> None:
+        """Set how many gathers are issued before their turn; beyond torch, on the root.
+
+        By default one on a GPU, where it hides behind computing, and none on a CPU.
+        """
+        if count < 0:
+            raise ValueError(f"{count} gathers ahead is no number of gathers; give 0 or more")
+        self._own.settled(self).ahead = count
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor``, not by the number of ranks."""
@@ -184,8 +192,7 @@ class ShardedModule(nn.Module):
         self._own.rules.after_sum = hook
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Have the next gathers wait for ``event`` instead of for all that was computed."""
-        self._own.settled(self).after_optimizer = event
+        """Accept torch's wish: gathers follow the stream of the optimizer here, so they wait."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refuse: buffers are reused for ever here, and never the process group's."""
@@ -228,12 +235,7 @@ class ShardedModule(nn.Module):
         return _required(self)
 
     def _all(self, recurse: bool) -> Iterator[Sharding]:
-        seen: list[Sharding] = []
-        for module in self.modules() if recurse else [self]:
-            sharding = sharding_of(module)
-            if sharding is not None and sharding not in seen:
-                seen.append(sharding)
-                yield sharding
+        yield from shardings_in(self) if recurse else [self._own]
 
     def _one_unit(self, method: str) -> Any:
         units = self._own.units

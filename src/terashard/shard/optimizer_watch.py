@@ -1,8 +1,8 @@
 """Finds an optimizer that holds parameters which sharding has replaced.
 
 Such an optimizer steps on tensors that nobody computes with any more: nothing trains, and nothing
-says so. Parameters that were replaced are remembered for as long as somebody holds them; the first
-step of every optimizer is looked at.
+says so. Parameters that were replaced are remembered for as long as somebody holds them; every
+optimizer is looked at in its first step, and in the first one after more were replaced.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _HOOKS: list[Any] = []
 def replaced(parameter: nn.Parameter, name: str) -> None:
     """Remember that ``parameter`` stands in no module any more."""
     _REPLACED[parameter] = name
+    _SEEN.clear()
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_look))
 
@@ -32,7 +33,6 @@ def replaced(parameter: nn.Parameter, name: str) -> None:
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if optimizer in _SEEN:
         return
-    _SEEN.add(optimizer)
     held = [
         _REPLACED[parameter]
         for group in optimizer.param_groups
@@ -45,3 +45,4 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f" replaced ({', '.join(held[:3])}, …), so its steps would train nothing; build the"
             " optimizer after sharding"
         )
+    _SEEN.add(optimizer)

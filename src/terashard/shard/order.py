@@ -61,6 +61,10 @@ class Order:
         self._at = place + 1
         return tuple(passed)
 
+    def coming(self) -> str | None:
+        """What is due next."""
+        return self.agreed[self._at] if self._at < len(self.agreed) else None
+
     def rest(self) -> tuple[str, ...]:
         """What is left when the phase ends."""
         left, self._at = self.agreed[self._at :], len(self.agreed)

@@ -15,7 +15,7 @@ from torch import nn
 
 from terashard.errors import ConfigError
 from terashard.shard.api import fully_shard
-from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.hooks import sharding_of, shardings_in
 from terashard.units import show_bytes
 
 Choice = Callable[[str, nn.Module], bool]
@@ -80,18 +80,13 @@ def describe_units(module: nn.Module) -> str:
 
 def _sizes(module: nn.Module) -> list[tuple[str, int, int]]:
     names = {child: name for name, child in module.named_modules()}
-    shardings: dict[Sharding, None] = {}
-    for child in module.modules():
-        sharding = sharding_of(child)
-        if sharding is not None:
-            shardings[sharding] = None
     return [
         (
             names.get(sharding.modules[0]) or "root",
             sum(p.form.shape.numel() for p in unit.parameters),
             unit.full_bytes,
         )
-        for sharding in shardings
+        for sharding in shardings_in(module)
         for unit in sharding.units
     ]
 

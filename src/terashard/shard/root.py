@@ -48,9 +48,9 @@ class Root:
         self.kind = pool
         self.is_in_forward = False
         self.is_in_backward = False
-        self.is_last_backward = True
+        self.ahead = 0 if self.pool.device.type == "cpu" else 1
+        """Gathers that are issued before their unit's turn; on a CPU nothing hides behind them."""
         self.shardings: list[Any] = []
-        self.after_optimizer: torch.Event | None = None
         self._parents = {name for above in parents.values() for name in above}
         self._flying: deque[ModuleUnit] = deque()
         self._done: set[ModuleUnit] = set()
@@ -77,6 +77,17 @@ class Root:
                 self._take_part(passed)
             if not one.is_there:
                 self._gather(one)
+
+    def look_ahead(self, phase: str) -> None:
+        """Issue the gathers that are due next, as far as no unit in use would have to go."""
+        for _ in range(self.ahead):
+            unit = self.turn.coming(phase)
+            if unit is None or unit.is_there or unit.stays:
+                return
+            holder = None if unit.is_aliased else self._holder(self._slot_for(unit))
+            if holder is not None and holder.is_active:
+                return
+            self.bring(unit, phase, ahead=True)
 
     def show(self, unit: ModuleUnit) -> None:
         """Finish the gather of ``unit`` and of those it borrows from."""
@@ -220,10 +231,10 @@ class Root:
         for unit in self.units:
             unit.landing.collect()
         for unit in self.turn.owed():
+            self._land_all()  # what is left is the largest, as a rule: the root's
             self._sum(unit)
+        self._land_all()
         with self.turn.explained():
-            while self._flying:
-                self._land(self._flying.popleft())
             self._publish()
         self.turn.compare("backward")
         for unit in self.units:
@@ -247,13 +258,15 @@ class Root:
     def _sum(self, unit: ModuleUnit) -> None:
         with self.turn.explained():
             while len(self._flying) > unit.rules.max_flying:
-                self._land(self._flying.popleft())
+                self._flying.popleft().landing.issue_replicas()
         self.turn.announce("sums", unit)
         unit.landing.issue()
         self._flying.append(unit)
 
-    def _land(self, unit: ModuleUnit) -> None:
-        unit.landing.issue_replicas()
+    def _land_all(self) -> None:
+        with self.turn.explained():
+            while self._flying:
+                self._flying.popleft().landing.issue_replicas()
 
     def _publish(self) -> None:
         for unit in self.units:

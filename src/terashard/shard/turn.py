@@ -21,7 +21,7 @@ from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from terashard.comm.board import Board
+from terashard.comm.board import PATIENCE, Board
 from terashard.errors import CommunicationError, RunError
 from terashard.shard.counts import Counts
 from terashard.shard.module_unit import ModuleUnit
@@ -29,6 +29,9 @@ from terashard.shard.order import Order, common
 
 _SILENCE = 8.0
 """Seconds after which a rank that announces nothing is named, in debug mode."""
+
+_FIRST_PASS = 60.0
+"""Seconds after which a rank is taken to be elsewhere where all are bound to come."""
 
 _SLACK = 2
 """Places by which a rank may be ahead of its own sums in a backward pass."""
@@ -106,13 +109,26 @@ class Turn:
         order = self._orders[phase]
         if self._board is None or (order.is_confirmed and order.is_followed):
             return
-        heard = self._board.exchange(f"record {phase}", " ".join(order.record))
+        is_first = not order.is_confirmed
+        heard = self._board.exchange(
+            f"record {phase}",
+            " ".join(order.record),
+            patience=_FIRST_PASS if is_first else PATIENCE,
+            heeds=is_first,
+        )
         records = {rank: text.split() for rank, text in heard.items()}
-        agreed = common(records.values()) if len(records) == len(self._board.ranks) else None
+        complete = len(records) == len(self._board.ranks)
+        agreed = common(records.values(), order.agreed) if complete else None
         if agreed is None:
             self._board.refuse(_difference(phase, order, records, self._board))
         assert agreed is not None
         order.adopt(agreed, self._kept(phase))
+
+    def coming(self, phase: str) -> ModuleUnit | None:
+        """The unit that is due next, if that is agreed."""
+        order = self._orders.get(phase)
+        name = None if order is None or self._board is None else order.coming()
+        return None if name is None or not _is_agreed(self._units[name]) else self._units[name]
 
     def distance(self, unit: ModuleUnit) -> int:
         """How many gathers come before that of ``unit`` in a forward pass."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from terashard.comm.collectives import add_up, broadcast
 from terashard.comm.group import Group
 from terashard.errors import ConfigError, RunError
-from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.hooks import sharding_of, shardings_in
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.param import ShardedParameter
 
@@ -199,11 +199,8 @@ def _require_names(wanted: set[str], found: set[str]) -> None:
 
 
 def _units(module: nn.Module, recurse: bool) -> list[ModuleUnit]:
-    shardings: dict[Sharding, None] = {}
-    for child in module.modules() if recurse else [module]:
-        sharding = sharding_of(child)
-        if sharding is not None:
-            shardings[sharding] = None
+    own = sharding_of(module)
+    shardings = shardings_in(module) if recurse else [own] if own is not None else []
     return [unit for sharding in shardings for unit in sharding.units]
 
 

@@ -1,0 +1,55 @@
+"""Makes a root of the first module that runs outside any other: names, and who stands in whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from terashard.shard.root import Root
+
+if TYPE_CHECKING:
+    from terashard.shard.hooks import Sharding
+
+
+def plant(module: nn.Module, found: Sequence[Sharding]) -> None:
+    """Make ``module`` the root of its tree, in which ``found`` are sharded, its own first."""
+    mine = found[0]
+    for unit in mine.units:
+        if unit.rules.reshard_after_forward is None:
+            unit.rules.reshard_after_forward, unit.rules.is_default = False, True
+    units = [unit for s in found for unit in s.units]
+    _name(module, found)
+    parents = {
+        unit.name: [one.name for other in found if _below(other, s) for one in other.units]
+        for s in found
+        for unit in s.units
+    }
+    root = Root(units, parents, mine.pool)
+    root.shardings = list(found)
+    for sharding in found:
+        sharding.root, sharding.is_root = root, sharding is mine
+
+
+def _name(top: nn.Module, shardings: Sequence[Sharding]) -> None:
+    """Name units and parameters as they are called from the root."""
+    names = {module: name for name, module in top.named_modules()}
+    for sharding in shardings:
+        here = names.get(sharding.modules[0], "") or "root"
+        for index, unit in enumerate(sharding.units):
+            unit.rename(here if index == 0 else f"{here}#{index}")
+            for p in unit.parameters:
+                prefix = names.get(p.places[0].module, "")
+                attribute = p.places[0].attribute
+                p.name = f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _below(upper: Sharding, lower: Sharding) -> bool:
+    """Whether a module of ``lower`` stands inside one of ``upper``."""
+    return upper is not lower and any(
+        inner is child
+        for outer in upper.modules
+        for inner in lower.modules
+        for child in outer.modules()
+    )

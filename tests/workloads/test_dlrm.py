@@ -1,111 +1,134 @@
 """DLRM: bags of rows of ragged lengths, dense and sparse gradients, each table placed otherwise."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import terashard
 from tests.shard.engines import seeded
-from tests.workloads.harness import Run, both_optimizers, equal_to_one_process, noise
+from tests.workloads.harness import (
+    OURS,
+    REPLICAS,
+    TORCH,
+    Layout,
+    Run,
+    Sharder,
+    equal_to_one_process,
+    noise,
+    over,
+)
 
-ROWS, WIDTH = 13, 4
+ROWS, WIDTH, BAGS = 13, 4, 3
+PLACES = (Shard(0), Shard(1), Replicate(), Shard(0))
+"""Of the tables: by rows, by columns, copied, and by rows again."""
 
 
 class Dlrm(nn.Module):
+    """Tables and a dense network; with ``sparse``, the tables by rows have sparse gradients."""
+
     def __init__(self, sparse: bool) -> None:
         super().__init__()
+        modes = ("sum", "sum", "mean", "mean")
         self.tables = nn.ModuleList(
-            nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=sparse and k == 0) for k in range(3)
+            nn.EmbeddingBag(ROWS, WIDTH, mode=mode, sparse=sparse and place == Shard(0))
+            for mode, place in zip(modes, PLACES, strict=True)
         )
         self.bottom = nn.Sequential(nn.Linear(5, WIDTH), nn.ReLU())
-        self.top = nn.Sequential(nn.Linear(4 * WIDTH, 6), nn.ReLU(), nn.Linear(6, 1))
+        pairs = len(PLACES) * (len(PLACES) + 1) // 2
+        self.top = nn.Sequential(nn.Linear(WIDTH + pairs, 6), nn.ReLU(), nn.Linear(6, 1))
 
     def forward(self, dense: Tensor, bags: list[tuple[Tensor, Tensor]]) -> Tensor:
-        parts = [self.bottom(dense)]
-        parts += [table(*bag) for table, bag in zip(self.tables, bags, strict=True)]
-        out: Tensor = self.top(torch.cat(parts, dim=1))
+        x = self.bottom(dense)
+        parts = [x, *(table(*bag) for table, bag in zip(self.tables, bags, strict=True))]
+        features = torch.stack(parts, dim=1)  # [BAGS, tables + 1, WIDTH]
+        above = torch.triu_indices(features.shape[1], features.shape[1], offset=1)
+        products = (features @ features.mT)[:, above[0], above[1]]
+        out: Tensor = self.top(torch.cat([x, products], dim=1))
         return out
 
 
 def bags(seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Two bags of different lengths per table, one of them empty now and then."""
+    """Rows and where each bag begins, per table; bags are of any length, none now and then."""
     generator = torch.Generator().manual_seed(seed)
     made = []
-    for _ in range(3):
-        lengths = torch.randint(0, 5, (2,), generator=generator)
+    for _ in PLACES:
+        lengths = torch.randint(0, 5, (BAGS,), generator=generator)
         rows = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-        made.append((rows, torch.tensor([0, int(lengths[0])])))
+        made.append((rows, lengths.cumsum(0) - lengths))
     return made
 
 
-def placed(models: list[Any], mesh: Any) -> None:
-    """The tables by row, by column and as copies; the rest by rows."""
+def placed(models: list[Any], fully_shard: Sharder) -> None:
+    """Every table as ``PLACES`` says, the rest by rows; torch's engine knows no copies."""
     model = models[0]
-    chosen = {
-        id(model.tables[0].weight): Shard(0),
-        id(model.tables[1].weight): Shard(1),
-        id(model.tables[2].weight): Replicate(),
-    }
-    where: Callable[[nn.Parameter], Any] = lambda p: chosen.get(id(p))  # noqa: E731
-    for table in model.tables:
-        terashard.fully_shard(table, mesh=mesh, shard_placement_fn=where)
-    terashard.fully_shard(model, mesh=mesh)
+    ours = fully_shard.layout.engine == "ours"
+    for table, place in zip(model.tables, PLACES, strict=True):
+        known = place if ours or place != Replicate() else Shard(0)
+        fully_shard(table, shard_placement_fn=lambda _, place=known: place)
+        assert isinstance(table.weight, DTensor)
+        assert table.weight.placements[-1] == known
+    fully_shard(model)
+
+
+class Adagrad(torch.optim.Optimizer):
+    """By rows, from a dense gradient: a row that nobody touched has a gradient of zeros."""
+
+    def __init__(self, params: Iterable[Any], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.sums: dict[Any, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad.to_dense()
+            before = self.sums.get(parameter, torch.zeros(len(parameter)).double())
+            self.sums[parameter] = sums = before + gradient.square().mean(dim=1)
+            scale = self.param_groups[0]["lr"] / (sums.sqrt() + 1e-10)
+            parameter -= scale[:, None] * gradient
+
+
+def optimizers(run: Run) -> list[torch.optim.Optimizer]:
+    """Of the dense parameters, and of the sparse ones: ours, or in one process torch's."""
+    tables = [table for table in run.models[0].tables if table.sparse]
+    lazy = [table.weight for table in tables]
+    dense = [p for p in run.models[0].parameters() if all(p is not q for q in lazy)]
+    if not lazy:
+        return [run.optimizer_of(dense)]
+    ours = isinstance(lazy[0], DTensor)
+    if run.optimizer == "sgd":
+        row_wise = terashard.RowwiseAdagrad if ours else Adagrad
+        return [run.optimizer_of(dense), row_wise(lazy, lr=0.05)]
+    adam = terashard.SparseAdam if ours else torch.optim.SparseAdam
+    return [run.optimizer_of(dense), adam(lazy, lr=0.05)]
 
 
 def train(run: Run) -> None:
-    model = run.models[0]
-    lazy = [model.tables[0].weight] if model.tables[0].sparse else []
-    others = [p for p in model.parameters() if all(p is not q for q in lazy)]
-    optimizers = [run.optimizer_of(others)]
-    if lazy and run.optimizer == "sgd":
-        optimizers.append(terashard.RowwiseAdagrad(lazy, lr=0.05))
-    elif lazy:
-        optimizers.append(terashard.SparseAdam(lazy, lr=0.05))
+    steppers = optimizers(run)
 
-    def loss(rank: int, step: int) -> Tensor:
+    def loss(model: nn.Module, rank: int, step: int) -> Tensor:
         seed = 10 * step + rank
-        out: Tensor = model(noise(seed, 2, 5), bags(seed)).square().mean()
+        out: Tensor = (model(noise(seed, BAGS, 5), bags(seed)) - 1).square().mean()
         return out
 
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for rank in run.ranks:
-            (loss(rank, step) / len(run.ranks)).backward()
-        if not lazy:
-            run.tell_norm(model)
-        for optimizer in optimizers:
-            optimizer.step()
+    for _ in range(3):
+        run.step(loss, *steppers)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("shape", [(2,), (3,)])
-@both_optimizers
-def test_tables_of_every_placement_train(
-    optimizer: str, shape: tuple[int, ...], sparse: bool
-) -> None:
-    equal_to_one_process(lambda: [seeded(Dlrm(sparse))], placed, train, optimizer, shape=shape)
+def test_bags_are_ragged_and_some_are_empty_and_some_rows_untouched() -> None:
+    made = [bag for seed in (0, 1, 10, 11, 20, 21) for bag in bags(seed)]
+    lengths = [torch.diff(starts, append=torch.tensor([len(rows)])) for rows, starts in made]
+    assert {0, 1, 2, 3, 4} == set(torch.cat(lengths).tolist())
+    assert all(len(set(rows.tolist())) < ROWS for rows, _ in made)
 
 
-def test_the_norm_of_sparse_gradients_is_that_of_dense_ones() -> None:
-    def told(sparse: bool) -> list[Any]:
-        from tests.helpers.torch_threads import run_ranks
-        from tests.shard.engines import mesh_of
+@over(*OURS, REPLICAS, TORCH)
+def test_tables_of_every_placement_train(optimizer: str, layout: Layout) -> None:
+    equal_to_one_process(lambda: [seeded(Dlrm(False))], placed, train, optimizer, layout)
 
-        models = [[seeded(Dlrm(sparse))] for _ in range(2)]
 
-        def rank(index: int) -> Any:
-            placed(models[index], mesh_of(2))
-            run = Run(models[index], [index], "sgd")
-            model = models[index][0]
-            model(noise(index, 2, 5), bags(index)).square().mean().backward()
-            run.tell_norm(model)
-            return run.told
-
-        return run_ranks(2, rank)
-
-    assert told(True)[0][0][0] == pytest.approx(told(False)[0][0][0], rel=1e-12)
+@over(*OURS, REPLICAS)
+def test_tables_with_sparse_gradients_train(optimizer: str, layout: Layout) -> None:
+    equal_to_one_process(lambda: [seeded(Dlrm(True))], placed, train, optimizer, layout)

@@ -1,67 +1,110 @@
 """WarpSci: learning on the device, many passes without gradients per update, state in buffers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.shard.engines import seeded
-from tests.workloads.harness import Run, both_optimizers, equal_to_one_process, noise, units
+from tests.workloads.harness import (
+    OURS,
+    TORCH,
+    Layout,
+    Run,
+    equal_to_one_process,
+    noise,
+    over,
+    units,
+)
 
-WIDTH, STEPS = 4, 6
+ROOMS, WIDTH, TICKS = 3, 4, 20
 
 
-class Agent(nn.Module):
-    """A policy whose environment lives in buffers that are changed in place."""
+class World(nn.Module):
+    """Many environments as one tensor that is changed in place and never starts anew."""
+
+    state: Tensor
+    clock: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh())
-        self.policy, self.value = nn.Linear(8, WIDTH), nn.Linear(8, 1)
-        self.register_buffer("state", torch.zeros(2, WIDTH, dtype=torch.float64))
+        self.register_buffer("state", torch.ones(ROOMS, WIDTH))
         self.register_buffer("clock", torch.zeros((), dtype=torch.int64))
 
+    def advance(self, action: Tensor) -> Tensor:
+        """The reward of every room."""
+        self.state.mul_(0.5).add_(action, alpha=0.5)
+        self.clock += 1
+        return -self.state.square().sum(dim=1)
+
+
+class Agent(nn.Module):
+    """Policy and value of a state that is seen relative to the mean of all explored ones."""
+
+    seen: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh())
+        self.policy, self.value = nn.Linear(8, WIDTH), nn.Linear(8, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
     def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.body(state)
-        return self.policy(hidden), self.value(hidden)[:, 0]
+        if not torch.is_grad_enabled():
+            self.seen += 1
+            self.mean += (state.mean(dim=0) - self.mean) / self.seen
+        hidden = self.body(state - self.mean)
+        return self.policy(hidden), self.value(hidden)
 
 
-def explore(model: Any, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """States, actions and returns of a rollout; the model's buffers move on."""
+def explore(model: Any, quiet: Callable[[], Any], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """States, actions and returns of a rollout; the buffers move on."""
     states, actions, rewards = [], [], []
-    model.state.copy_(noise(1000 + 10 * step + rank, 2, WIDTH))
-    with torch.no_grad():
-        for tick in range(STEPS):
-            mean, _ = model(model.state.clone())
-            action = mean + noise(100 * step + 10 * tick + rank, 2, WIDTH)
-            states.append(model.state.clone())
-            model.state.mul_(0.5).add_(action, alpha=0.5)
-            model.clock += 1
-            actions.append(action)
-            rewards.append(-model.state.square().sum(dim=1))
-    returns = torch.stack(rewards).flip(0).cumsum(0).flip(0)
-    return torch.cat(states), torch.cat(actions), returns.flatten()
+    with quiet():
+        for tick in range(TICKS):
+            states.append(model.world.state.clone())
+            middle, _ = model(states[-1])
+            actions.append(middle + noise(seed + tick, ROOMS, WIDTH))
+            rewards.append(model.world.advance(actions[-1]))
+    returns = torch.stack(rewards).flip(0).cumsum(0).flip(0) / TICKS
+    return torch.cat(states).clone(), torch.cat(actions).clone(), returns.flatten().clone()
 
 
-def train(run: Run) -> None:
-    model = run.models[0]
-    optimizer = run.optimizer_of(model.parameters())
+def training(quiet: Callable[[], Any]) -> Callable[[Run], None]:
+    def train(run: Run) -> None:
+        optimizer = run.optimizer_of(run.models[0].parameters())
 
-    def loss(rank: int, step: int) -> Tensor:
-        states, actions, returns = explore(model, rank, step)
-        mean, value = model(states)
-        gain = (returns - value).detach()
-        return (gain * (actions - mean).square().sum(dim=1)).mean() + (
-            value - returns
-        ).square().mean()
+        def loss(model: Any, rank: int, step: int) -> Tensor:
+            states, actions, returns = explore(model, quiet, 1000 * step + 100 * rank)
+            middle, value = model(states)
+            gain = (returns - value[:, 0]).detach()
+            of_policy = (gain * (actions - middle).square().sum(dim=1)).mean()
+            out: Tensor = of_policy + (value[:, 0] - returns).square().mean()
+            return out
 
-    for step in range(3):
-        run.step(optimizer, lambda r, s=step: loss(r, s))
-    assert int(model.clock) == 3 * STEPS * len(run.ranks)
-    model.clock.zero_()
-    model.state.zero_()
+        for step in range(3):
+            run.step(loss, optimizer)
+            assert all(int(m[0].world.clock) == TICKS * (step + 1) for m in run.replicas.values())
+
+    return train
 
 
-@both_optimizers
-def test_many_passes_without_gradients_and_buffers_changed_in_place(optimizer: str) -> None:
-    equal_to_one_process(lambda: [seeded(Agent())], units(lambda m: [m.body]), train, optimizer)
+UNITS = units(lambda m: [m.body])
+
+
+@over(*OURS, TORCH)
+def test_many_passes_without_gradients_and_buffers_changed_in_place(
+    optimizer: str, layout: Layout
+) -> None:
+    train = training(torch.no_grad)
+    equal_to_one_process(lambda: [seeded(Agent())], UNITS, train, optimizer, layout)
+
+
+@over(*OURS)
+def test_many_passes_in_inference_mode(optimizer: str, layout: Layout) -> None:
+    train = training(torch.inference_mode)
+    equal_to_one_process(lambda: [seeded(Agent())], UNITS, train, optimizer, layout)

@@ -24,7 +24,7 @@ from tests.helpers.torch_threads import run_ranks
 from tests.shard.engines import ENGINES, mesh_of, same, whole
 
 WITHIN = 1e-12
-"""Of the largest value of a tensor; measured: below 1e-13 in all workloads."""
+"""Of the largest value of a tensor; measured: at most 1e-13 in any workload."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

@@ -1,6 +1,7 @@
 """WarpSci: learning on the device, many passes without gradients per update, state in buffers."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,23 +75,31 @@ def explore(model: Any, quiet: Callable[[], Any], seed: int) -> tuple[Tensor, Te
     return torch.cat(states).clone(), torch.cat(actions).clone(), returns.flatten().clone()
 
 
-def training(quiet: Callable[[], Any]) -> Callable[[Run], None]:
-    def train(run: Run) -> None:
-        optimizer = run.optimizer_of(run.models[0].parameters())
+def loss(model: Any, rank: int, step: int, quiet: Callable[[], Any]) -> Tensor:
+    states, actions, returns = explore(model, quiet, 1000 * step + 100 * rank)
+    middle, value = model(states)
+    gain = (returns - value[:, 0]).detach()
+    of_policy = (gain * (actions - middle).square().sum(dim=1)).mean()
+    out: Tensor = of_policy + (value[:, 0] - returns).square().mean()
+    return out
 
-        def loss(model: Any, rank: int, step: int) -> Tensor:
-            states, actions, returns = explore(model, quiet, 1000 * step + 100 * rank)
-            middle, value = model(states)
-            gain = (returns - value[:, 0]).detach()
-            of_policy = (gain * (actions - middle).square().sum(dim=1)).mean()
-            out: Tensor = of_policy + (value[:, 0] - returns).square().mean()
-            return out
 
-        for step in range(3):
-            run.step(loss, optimizer)
-            assert all(int(m[0].world.clock) == TICKS * (step + 1) for m in run.replicas.values())
+def train(run: Run, quiet: Callable[[], Any] = torch.no_grad, *, looks: bool = False) -> None:
+    """Explore and learn, and with ``looks`` explore once more before the optimizer's step."""
+    optimizer = run.optimizer_of(run.models[0].parameters())
 
-    return train
+    def look() -> None:
+        for rank, (model,) in run.replicas.items():
+            explore(model, quiet, 5000 + 100 * rank)
+
+    for step in range(3):
+        run.step(partial(loss, quiet=quiet), optimizer, before=look if looks else lambda: None)
+        ticks = TICKS * (step + 1) * (2 if looks else 1)
+        assert all(int(model.world.clock) == ticks for (model,) in run.replicas.values())
+
+
+def build() -> list[nn.Module]:
+    return [seeded(Agent())]
 
 
 UNITS = units(lambda m: [m.body])
@@ -100,11 +109,18 @@ UNITS = units(lambda m: [m.body])
 def test_many_passes_without_gradients_and_buffers_changed_in_place(
     optimizer: str, layout: Layout
 ) -> None:
-    train = training(torch.no_grad)
-    equal_to_one_process(lambda: [seeded(Agent())], UNITS, train, optimizer, layout)
+    equal_to_one_process(build, UNITS, train, optimizer, layout)
 
 
 @over(*OURS)
 def test_many_passes_in_inference_mode(optimizer: str, layout: Layout) -> None:
-    train = training(torch.inference_mode)
-    equal_to_one_process(lambda: [seeded(Agent())], UNITS, train, optimizer, layout)
+    in_inference_mode = partial(train, quiet=torch.inference_mode)
+    equal_to_one_process(build, UNITS, in_inference_mode, optimizer, layout)
+
+
+@over(*OURS)
+def test_what_was_gathered_before_a_step_is_not_used_after_it(
+    optimizer: str, layout: Layout
+) -> None:
+    """Under torch's engine the root's parameters are, and the next gradients are wrong."""
+    equal_to_one_process(build, UNITS, partial(train, looks=True), optimizer, layout)

@@ -105,7 +105,7 @@ def test_every_patch_applies_and_names_tests_that_exist() -> None:
 
 
 def test_every_patch_is_small_and_numbered_once() -> None:
-    numbers = [mutant.path.name[:2] for mutant in MUTANTS]
+    numbers = [mutant.path.name.partition("-")[0] for mutant in MUTANTS]
     assert len(set(numbers)) == len(numbers)
     for mutant in MUTANTS:
         text = mutant.path.read_text("utf-8")

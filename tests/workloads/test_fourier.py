@@ -3,7 +3,6 @@
 Shapes: fields [samples, n, n, channels]; n changes from step to step, as data sets differ.
 """
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -76,11 +75,6 @@ def test_complex_weights_rolled_out_train(optimizer: str, layout: Layout) -> Non
     equal_to_one_process(lambda: build(MODES), UNITS, train, optimizer, layout)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="torch 2.13: view_as_real of a DTensor vector of uneven shards is a copy, so Adam"
-    " changes the copy and the parameter never moves",
-)
 def test_a_complex_vector_of_uneven_shards_trains_with_adam() -> None:
     assert HIDDEN % 2
     equal_to_one_process(lambda: build(), UNITS, train, "adam", Layout())

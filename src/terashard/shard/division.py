@@ -74,7 +74,7 @@ def _settled(name: str, form: Form, placement: Placement | None, axes: DataAxes)
     if not form.shape:
         return Replicate()
     if placement is None:
-        return Shard(0)
+        return Replicate() if _adam_would_miss(form, axes) else Shard(0)
     if not isinstance(placement, Shard):
         return placement
     dim = placement.dim + len(form.shape) if placement.dim < 0 else placement.dim
@@ -91,6 +91,15 @@ def _data_axes(parameter: DTensor, data: DataMesh) -> tuple[int, ...]:
     if data.dims is None or names is None:
         return ()
     return tuple(names.index(n) for n in (*data.dims.shard_names, *data.dims.replicate_names))
+
+
+def _adam_would_miss(form: Form, axes: DataAxes) -> bool:
+    """Whether torch's Adam would change a copy: of complex vectors that are cut unevenly.
+
+    ``view_as_real`` of such a DTensor is a copy in torch 2.13. Vectors are small: all ranks keep
+    all of it.
+    """
+    return form.dtype.is_complex and len(form.shape) == 1 and form.shape[0] % axes.shards != 0
 
 
 def _dresser(parameter: DTensor) -> Callable[[Tensor], Tensor]:

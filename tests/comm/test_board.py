@@ -107,7 +107,26 @@ def test_agreement_with_a_silent_rank_names_it(meeting: Maker) -> None:
 
     error = talk(meeting, program)[0]
     assert isinstance(error, RunError)
-    assert re.match(r"rank 0: here; rank 1: said nothing for 0.3 s", str(error))
+    assert re.fullmatch(
+        r"rank 0: here; rank 1: said nothing for 0\.3 s, so it is doing something else", str(error)
+    )
+
+
+def test_a_silent_rank_is_named_with_what_it_said_before(meeting: Maker) -> None:
+    def program(board: Board) -> None:
+        for k in range(4 if board.rank == 0 else 3):
+            board.agree("x", f"act {k}", patience=0.3 if k == 3 else 5.0)
+
+    error = talk(meeting, program)[0]
+    assert isinstance(error, RunError)
+    assert re.fullmatch(
+        r"rank 0: act 3; rank 1: said nothing .* \(it said before: act 2\)", str(error)
+    )
+
+
+def test_an_empty_text_is_not_silence(meeting: Maker) -> None:
+    errors = talk(meeting, lambda board: board.agree("x", "" if board.rank else "here"))
+    assert {str(error) for error in errors.values()} == {"rank 0: here; rank 1: "}
 
 
 def test_who_waits_for_a_rank_that_refused_is_told_why(meeting: Maker) -> None:
@@ -124,7 +143,7 @@ def test_who_waits_for_a_rank_that_refused_is_told_why(meeting: Maker) -> None:
 
     told = talk(meeting, program)
     assert isinstance(told[0], RunError)
-    assert told[1] == "rank 0: unit a came twice"
+    assert told[1] == "rank 0 stopped: unit a came twice"
 
 
 def test_who_heeds_hears_of_a_refusal_long_before_its_patience_ends(meeting: Maker) -> None:
@@ -132,7 +151,7 @@ def test_who_heeds_hears_of_a_refusal_long_before_its_patience_ends(meeting: Mak
         if board.rank == 0:
             board.refuse("unit a came twice")
         begin = time.monotonic()
-        with pytest.raises(RunError, match=r"^rank 0: unit a came twice$"):
+        with pytest.raises(RunError, match=r"^rank 0 stopped: unit a came twice$"):
             board.exchange("x", "here", patience=60.0, heeds=True)
         return time.monotonic() - begin
 
@@ -172,10 +191,12 @@ def test_boards_of_other_names_do_not_hear_each_other() -> None:
 def meet(rank: int) -> tuple[dict[int, str], dict[int, str], str]:
     """Two boards of all ranks, of which the second hears nothing of the first; a refusal."""
     first, second = Board.here((0, 1)), Board.here((0, 1))
-    heard = first.exchange("x", f"first {rank}"), second.exchange("x", f"second {rank}")
+    heard_first = first.exchange("x", f"first {rank}")
+    time.sleep(0.2 * rank)  # rank 0 would find what rank 1 said on the first board
+    heard_second = second.exchange("x", f"second {rank}")
     with pytest.raises(RunError) as caught:
         second.agree("y", f"rank {rank}'s own")
-    return *heard, str(caught.value)
+    return heard_first, heard_second, str(caught.value)
 
 
 @pytest.mark.processes

@@ -7,8 +7,8 @@ something else. A collective would hang then; a text in the store waits for nobo
                                       7: how often this topic was talked about before
 
 An exchange in which somebody stays silent ends after ``patience`` seconds; one that *heeds* ends as
-soon as a rank refuses, so it may be patient with slow ones. Texts of earlier
-exchanges are deleted once all have read them.
+soon as a rank refuses, so it may be patient with slow ones. The last two texts of every topic stay
+readable, so that a silent rank can be named with what it said before; older ones are deleted.
 """
 
 from collections import Counter
@@ -73,16 +73,32 @@ class Board:
         """Go on if all say the same; else ``RunError`` everywhere, with what each said."""
         heard = self.exchange(topic, said, patience=patience)
         if any(heard.get(rank) != said for rank in self.ranks):
-            self.refuse(_told(self.ranks, heard, patience))
+            self.refuse(self._told(topic, heard, patience))
 
     def refuse(self, why: str) -> None:
         """Raise ``RunError``, after leaving word for ranks whose wait will break off."""
-        self._store.set("refused", f"rank {self.rank}: {why}")
+        self._store.set("refused", f"rank {self.rank} stopped: {why}")
         raise RunError(why)
 
     def refused(self) -> str | None:
         """Why another rank stopped, if it left word."""
         return self._hear("refused", monotonic() + 0.2)
+
+    def _told(self, topic: str, heard: dict[int, str], patience: float) -> str:
+        by_text: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            text = heard[rank] if rank in heard else self._silence(topic, rank, patience)
+            by_text.setdefault(text, []).append(rank)
+        return "; ".join(
+            f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {text}"
+            for text, who in by_text.items()
+        )
+
+    def _silence(self, topic: str, rank: int, patience: float) -> str:
+        """What is known of a rank that did not speak in the last exchange about ``topic``."""
+        before = self._hear(f"{topic}/{self._said[topic] - 2}/{rank}", monotonic())
+        known = "" if before is None else f" (it said before: {before})"
+        return f"said nothing for {patience:g} s, so it is doing something else{known}"
 
     def _hear(self, key: str, deadline: float, *, heeds: bool = False) -> str | None:
         """The text under ``key``, or None if it does not come.
@@ -102,14 +118,3 @@ class Board:
             return self._store.get(key).decode()
         except RuntimeError:  # the store is gone, and who kept it
             return None
-
-
-def _told(ranks: Sequence[int], heard: dict[int, str], patience: float) -> str:
-    by_text: dict[str, list[int]] = {}
-    for rank in ranks:
-        text = heard.get(rank, f"said nothing for {patience:g} s, so it is doing something else")
-        by_text.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: {text}"
-        for text, who in by_text.items()
-    )

@@ -2,13 +2,14 @@
 
 Such an optimizer steps on tensors that nobody computes with any more: nothing trains, and nothing
 says so. Parameters that were replaced are remembered for as long as somebody holds them; every
-optimizer is looked at in its first step, and in the first one after more were replaced.
+optimizer is looked at in its first step, and in the first one after it was given more parameters
+or more were replaced. Other steps cost a look at how many it holds.
 """
 
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from terashard.errors import RunError
 
 _REPLACED = WeakTensorKeyDictionary()
-_SEEN: WeakSet[torch.optim.Optimizer] = WeakSet()
+_SEEN: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+"""How many parameters an optimizer held when it was found to be right."""
+
 _HOOKS: list[Any] = []
 
 
@@ -31,7 +34,8 @@ def replaced(parameter: nn.Parameter, name: str) -> None:
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if optimizer in _SEEN:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _SEEN.get(optimizer) == count:
         return
     held = [
         _REPLACED[parameter]
@@ -40,9 +44,11 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if parameter in _REPLACED
     ]
     if held:
+        parameters = "parameter" if len(held) == 1 else "parameters"
+        names = ", ".join([*held[:3], *(["…"] if len(held) > 3 else [])])
         raise RunError(
-            f"this {type(optimizer).__name__} holds {len(held)} parameters that fully_shard has"
-            f" replaced ({', '.join(held[:3])}, …), so its steps would train nothing; build the"
-            " optimizer after sharding"
+            f"this {type(optimizer).__name__} holds {len(held)} {parameters} that fully_shard has"
+            f" replaced ({names}), so its steps would train nothing; build the optimizer after"
+            " sharding"
         )
-    _SEEN.add(optimizer)
+    _SEEN[optimizer] = count

@@ -15,21 +15,25 @@ the same seed on every rank, the values are those of a build on one device, to t
 module writes its own parameters and buffers.
 
 A tensor that nobody wrote would hold whatever was in memory. Every operation that writes is
-watched, so such a tensor is an error that names it.
+watched, so such a tensor is an error that names it. So is a random write to a parameter that is in
+pieces already, as a parent makes that draws the weights of a unit inside: every rank would draw the
+same numbers for rows that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terashard.errors import ConfigError, RunError
-from terashard.shard.hooks import Sharding, sharding_of, shardings_in
+from terashard.shard.hooks import Sharding, shardings_in
 from terashard.shard.param import ShardedParameter
+from terashard.shard.unborn import children_first, own_modules, unborn_modules
 
 _RESETS = ("reset_parameters", "init_weights", "_reset_parameters")
 
@@ -37,33 +41,40 @@ _RESETS = ("reset_parameters", "init_weights", "_reset_parameters")
 def initialise(module: nn.Module, *, init: Callable[[nn.Module], Any] | None = None) -> nn.Module:
     """Write every parameter and buffer of ``module`` that is still on ``meta``.
 
-    ``init`` is called with every module, children first, instead of the modules' own methods. All
-    ranks must have the same random state, and call. Raises ``RunError`` for a tensor that nothing
-    wrote, and ``ConfigError`` for a module that is not sharded. Returns ``module``.
+    ``init`` is called with every module, children first, instead of the modules' own methods; not
+    with those whose tensors all have values already. All ranks must have the same random state, and
+    call. Raises ``RunError`` for a tensor that nothing wrote, and ``ConfigError`` for a module that
+    is not sharded. Returns ``module``.
     """
     shardings = shardings_in(module)
     if not shardings:
         raise ConfigError("initialise takes a module that fully_shard has sharded; shard it first")
-    births = [_Birth(sharding, module) for sharding in shardings]
-    with _Writes() as writes, torch.no_grad():
-        for child in _children_first(module):
+    unborn = unborn_modules(module, shardings)
+    with _Writes(module) as writes, torch.no_grad():
+        births = [_Birth(sharding, writes) for sharding in shardings]
+        loose = _Loose(module, births, writes)
+        for child in children_first(module):
             here = [birth for birth in births if child in birth.modules]
+            if child in unborn:
+                for birth in here:
+                    birth.begin()
+                (init or _reset)(child)
             for birth in here:
-                birth.begin()
-            (init or _reset)(child)
-            for birth in here:
-                birth.leave(child, writes)
+                birth.leave(child)
+        for birth in births:
+            birth.end()
+        loose.end()
     return module
 
 
 class _Birth:
     """One unit's full tensors, from its first module to its last."""
 
-    def __init__(self, sharding: Sharding, top: nn.Module) -> None:
+    def __init__(self, sharding: Sharding, writes: _Writes) -> None:
         self.sharding = sharding
-        self.modules = _own_modules(sharding)
+        self.modules = own_modules(sharding)
+        self._writes = writes
         self._left = set(self.modules)
-        self._names = {child: name for name, child in top.named_modules()}
         self._full: dict[ShardedParameter, nn.Parameter] = {}
         self._buffers: dict[tuple[nn.Module, str], Tensor] = {}
         self._has_begun = False
@@ -83,34 +94,35 @@ class _Birth:
                 if buffer is not None and buffer.is_meta:
                     made = torch.empty_like(buffer, device=self.sharding.units[0].axes.device)
                     self._buffers[child, name] = child._buffers[name] = made
+                    self._writes.watch(made)
 
-    def leave(self, child: nn.Module, writes: _Writes) -> None:
+    def leave(self, child: nn.Module) -> None:
         """A module has been visited; after the last one, keep the parts of the full tensors."""
         self._left.discard(child)
-        if self._left:
-            return
+        if not self._left:
+            self.end()
+
+    def end(self) -> None:
+        """Keep the parts of the full tensors, and free these."""
         for p, full in self._full.items():
             there = p.places[0].find()
-            if there is full and not writes.saw(full):
-                raise RunError(self._unwritten(p.places[0].module, p.places[0].attribute))
             assert there is not None
+            if there is full:
+                self._writes.require(full, p.places[0].module, p.places[0].attribute)
             p.local.copy_(p.own_rows(there.detach()))
             p.written = True
             p.show_sharded()
         for (owner, name), made in self._buffers.items():
-            if owner._buffers[name] is made and not writes.saw(made):
-                raise RunError(self._unwritten(owner, name))
+            if owner._buffers[name] is made:
+                self._writes.require(made, owner, name)
+        for held in (*self._full.values(), *self._buffers.values()):
+            self._writes.forget(held)
         self._full.clear()
-        for unit in self.sharding.units:
-            unit.rewritten()
-
-    def _unwritten(self, owner: nn.Module, attribute: str) -> str:
-        prefix = self._names[owner]
-        return (
-            f"{prefix}.{attribute}".removeprefix(".")
-            + " was built on meta, and nothing wrote it: it would hold whatever is in memory. Write"
-            " it in its module's reset_parameters, or pass initialise(…, init=function)"
-        )
+        self._buffers.clear()
+        if self._has_begun:
+            for unit in self.sharding.units:
+                unit.rewritten()
+        self._has_begun = False
 
     def _place(self, p: ShardedParameter, device: torch.device) -> nn.Parameter:
         if p.dress is not None:
@@ -123,15 +135,70 @@ class _Birth:
         )
         for place in p.places:
             place.put(full)
+        self._writes.watch(full)
         return full
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Remembers every memory that an operation wrote to."""
+class _Loose:
+    """Tensors on meta that are in no unit: parameters that are ignored, and what stands outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module, births: list[_Birth], writes: _Writes) -> None:
+        self._writes = writes
+        self._made: list[tuple[nn.Module, str, Tensor]] = []
+        device = births[0].sharding.units[0].axes.device
+        inside = {child for birth in births for child in birth.modules}
+        same: dict[Tensor, Tensor] = {}
+        for child in module.modules():
+            held: list[dict[str, Any]] = [child._parameters]
+            for tensors in held if child in inside else [*held, child._buffers]:
+                for name, tensor in tensors.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if tensor not in same:
+                        same[tensor] = _empty(tensor, device)
+                        writes.watch(same[tensor])
+                    tensors[name] = same[tensor]
+                    self._made.append((child, name, same[tensor]))
+
+    def end(self) -> None:
+        """Refuse what was not written."""
+        for owner, name, made in self._made:
+            if made is owner._parameters.get(name) or made is owner._buffers.get(name):
+                self._writes.require(made, owner, name)
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Remembers which of the tensors that are watched an operation wrote to."""
+
+    def __init__(self, top: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._written: dict[int, torch.UntypedStorage] = {}  # held, so that no address comes again
+        self._top = top
+        self._watched: set[int] = set()
+        self._written: set[int] = set()
+
+    def watch(self, tensor: Tensor) -> None:
+        """Notice writes to the memory of ``tensor``, until ``forget``; it must be held as long."""
+        here = tensor.untyped_storage()._cdata
+        self._watched.add(here)
+        self._written.discard(here)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Notice them no more: the memory may be another tensor's soon."""
+        here = tensor.untyped_storage()._cdata
+        self._watched.discard(here)
+        self._written.discard(here)
+
+    def require(self, tensor: Tensor, owner: nn.Module, attribute: str) -> None:
+        """Refuse ``tensor``, which was made without values, if it still has none."""
+        has_other_memory = tensor.untyped_storage()._cdata not in self._watched  # by .data = …
+        if has_other_memory or self.saw(tensor):
+            return
+        names = {child: name for name, child in self._top.named_modules()}
+        name = f"{names.get(owner, '')}.{attribute}".removeprefix(".")
+        raise RunError(
+            f"{name} was built on meta, and nothing wrote it: it would hold whatever is in memory."
+            " Write it in its module's reset_parameters, or pass initialise(…, init=function)"
+        )
 
     def saw(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` has no elements, or was written to."""
@@ -145,10 +212,31 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = kwargs.get(argument.name, args[position] if position < len(args) else None)
                 for tensor in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(tensor, Tensor):
-                        storage = tensor.untyped_storage()
-                        self._written[storage._cdata] = storage
+                    self._note(func, tensor)
         return func(*args, **kwargs)
+
+    def _note(self, func: Any, tensor: Any) -> None:
+        if isinstance(tensor, DTensor):
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                raise RunError(
+                    f"{func._schema.name} draws {self._name_of(tensor)}, which is in pieces"
+                    " already: its unit is done, or it had values. Let the module that owns it draw"
+                    " it, or leave it out with initialise(…, init=function)"
+                )
+        elif isinstance(tensor, Tensor):
+            self._written |= self._watched & {tensor.untyped_storage()._cdata}
+
+    def _name_of(self, tensor: DTensor) -> str:
+        here = tensor._local_tensor.data_ptr()
+        for name, found in self._top.named_parameters():
+            if isinstance(found, DTensor) and found._local_tensor.data_ptr() == here:
+                return f"parameter {name}"
+        return f"a parameter of shape {tuple(tensor.shape)}"
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_like(like, device=device)
+    return nn.Parameter(made, like.requires_grad) if isinstance(like, nn.Parameter) else made
 
 
 def _reset(module: nn.Module) -> None:
@@ -157,33 +245,3 @@ def _reset(module: nn.Module) -> None:
         if callable(method):
             method()
             return
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
-
-    def walk(one: nn.Module) -> Iterator[nn.Module]:
-        if one in seen:
-            return
-        seen.add(one)
-        for child in one.children():
-            yield from walk(child)
-        yield one
-
-    yield from walk(module)
-
-
-def _own_modules(sharding: Sharding) -> list[nn.Module]:
-    """The modules whose tensors belong to the units of one call."""
-    found: list[nn.Module] = []
-
-    def walk(one: nn.Module) -> None:
-        if one in found or (sharding_of(one) not in (None, sharding)):
-            return
-        found.append(one)
-        for child in one.children():
-            walk(child)
-
-    for module in sharding.modules:
-        walk(module)
-    return found

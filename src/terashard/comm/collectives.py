@@ -56,12 +56,12 @@ def broadcast(tensor: Tensor, handle: dist.ProcessGroup | None = None) -> None:
             tensor.copy_(whole)
 
 
-def add_up(tensor: Tensor) -> int:
-    """Sum ``tensor`` over all ranks, in place; how many there are."""
+def add_up(tensor: Tensor, handle: dist.ProcessGroup | None = None) -> int:
+    """Sum ``tensor`` over the ranks of ``handle``, all by default, in place; how many there are."""
     if not dist.is_initialized():
         return 1
-    dist.all_reduce(tensor)
-    return dist.get_world_size()
+    dist.all_reduce(tensor, group=handle)
+    return dist.get_world_size(handle)
 
 
 @dataclass(frozen=True, slots=True)

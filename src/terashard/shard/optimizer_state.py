@@ -2,7 +2,8 @@
 
 A state dict of torch numbers parameters in the order in which the optimizer was given them; another
 wrapping, or another optimizer, numbers them otherwise. Here each state belongs to a name. State of
-a parameter's shape is brought together to a full tensor; counters stay as they are.
+a parameter's shape, or with one number per row, is brought together to a full tensor; counters stay
+as they are.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _own(name: str, parameter: Tensor, value: Any) -> Any:
         return value
     if not value.dim():
         return value.clone()
-    if value.shape != parameter.shape:
+    if value.shape not in (parameter.shape, parameter.shape[:1]):
         raise RunError(
             f"the optimizer state of parameter {name} has shape {tuple(value.shape)}, the parameter"
             f" {tuple(parameter.shape)}; take the state of the same model"

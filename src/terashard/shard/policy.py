@@ -32,17 +32,7 @@ def of_class(*classes: type[nn.Module]) -> Choice:
 
 def of_size(least: int) -> Choice:
     """Choose the smallest modules that hold ``least`` elements or more outside inner choices."""
-    taken: dict[nn.Module, int] = {}
-
-    def choose(_: str, module: nn.Module) -> bool:
-        inner = sum(count for child, count in taken.items() if _is_inside(child, module))
-        own = sum(p.numel() for p in module.parameters()) - inner
-        if own < least or not _runs(module):
-            return False
-        taken[module] = own
-        return True
-
-    return choose
+    return lambda _, module: _is_large(module, _outside(module, least), least)
 
 
 def shard_where(module: nn.Module, choose: Choice, **arguments: Any) -> nn.Module:
@@ -82,7 +72,7 @@ def _sizes(module: nn.Module) -> list[tuple[str, int, int]]:
     names = {child: name for name, child in module.named_modules()}
     return [
         (
-            names.get(sharding.modules[0]) or "root",
+            " + ".join(names.get(one) or "root" for one in sharding.modules),
             sum(p.form.shape.numel() for p in unit.parameters),
             unit.full_bytes,
         )
@@ -110,9 +100,16 @@ def _inner_first(name: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]
     yield name, module
 
 
-def _is_inside(inner: nn.Module, outer: nn.Module) -> bool:
-    return inner is not outer and any(inner is child for child in outer.modules())
+def _outside(module: nn.Module, least: int) -> set[nn.Parameter]:
+    """The parameters of ``module`` that are in no module inside it which is large by itself."""
+    found = set(module.parameters(recurse=False))
+    for child in module.children():
+        rest = _outside(child, least)
+        if not _is_large(child, rest, least):
+            found |= rest
+    return found
 
 
-def _runs(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+def _is_large(module: nn.Module, parameters: set[nn.Parameter], least: int) -> bool:
+    runs = type(module).forward is not nn.Module.forward
+    return runs and sum(p.numel() for p in parameters) >= least

@@ -2,14 +2,16 @@
 
 torch's scaler looks at this rank's gradients. Of sharded ones each rank has other rows, so one may
 find an infinity and skip the step while the others take it. Here the finding is summed over the
-ranks before anybody decides.
+ranks before anybody decides. A rank may have no rows, or no gradients, and still takes part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.tensor import DTensor
@@ -18,7 +20,17 @@ from terashard.comm.collectives import add_up
 
 
 class ShardedGradScaler(GradScaler):
-    """``torch.amp.GradScaler`` for DTensor gradients; all ranks must step alike."""
+    """``torch.amp.GradScaler`` for DTensor gradients; all ranks must step alike.
+
+    ``process_group``: the ranks that decide together, all by default. It holds every rank that
+    keeps a part of the model, the stages of a pipeline among them.
+    """
+
+    def __init__(
+        self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.process_group = process_group
 
     def _unscale_grads_(
         self,
@@ -31,25 +43,36 @@ class ShardedGradScaler(GradScaler):
         found = torch.zeros((), dtype=torch.float32, device=found_inf.device)
         with torch.no_grad():
             for gradient in _gradients(optimizer):
+                if gradient.dtype == torch.float16 and not allow_fp16:
+                    raise ValueError(
+                        "gradients in float16 cannot be unscaled, as small ones would become zero;"
+                        " keep parameters in float32 and compute in float16, with"
+                        " MixedPrecisionPolicy(param_dtype=torch.float16)"
+                    )
                 gradient.mul_(inv_scale.to(gradient.device, gradient.dtype))
-                if gradient.numel():
-                    found += (~torch.isfinite(gradient)).any()
-        add_up(found)
+                found += (~torch.isfinite(gradient)).any()
+        add_up(found, self.process_group)
         return {found.device: found.clamp_(max=1.0)}
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step if all ranks' gradients are finite, else skip; the same decision everywhere."""
-        state = self._per_optimizer_states[id(optimizer)]
-        if self._enabled and state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
+        # Optimizers that unscale by themselves would not ask the other ranks.
+        if self.is_enabled():
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    found = []
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What this rank has of every gradient; of a list of rows, the values."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
-            if gradient is not None:
-                found.append(gradient._local_tensor if isinstance(gradient, DTensor) else gradient)
-    return found
+            if isinstance(gradient, DTensor):
+                yield gradient._local_tensor
+            elif gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient.coalesce()  # rows that stand twice may overflow together
+                yield parameter.grad._values()
+            elif gradient is not None:
+                yield gradient

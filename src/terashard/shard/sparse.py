@@ -8,11 +8,12 @@ touches. It cannot become a DTensor. Every rank sends the pairs to the ranks tha
     .grad       zeros but for the rows that any rank touched, divided like every other gradient
 
 ``touched_rows`` tells an optimizer that leaves other rows alone which they were. Two such
-optimizers are here, for parameters that are cut by rows: ``RowwiseAdagrad``, one accumulator per
-row (as recommendation models use it), and ``SparseAdam``, the lazy Adam of torch.optim.
+optimizers are here: ``RowwiseAdagrad``, one accumulator per row (as recommendation models use it),
+and ``SparseAdam``, the lazy Adam of torch.optim. Their state is spread as the parameter is.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,9 +57,12 @@ def touched_rows(parameter: Tensor) -> Tensor | None:
 
 
 def touch(parameter: Tensor, rows: Tensor, *, anew: bool) -> None:
-    """Remember ``rows``; with those of the gradient before, unless it is ``anew``."""
+    """Remember ``rows``; with those of the gradient before, unless it is ``anew``.
+
+    To be called before the gradient is added to: one that is all zeros was cleared in place.
+    """
     before = None if anew else getattr(parameter, "_touched", None)
-    if before is not None:
+    if before is not None and _local(parameter.grad).any():
         rows = torch.unique(torch.cat([before, rows]))
     parameter._touched = rows  # type: ignore[attr-defined]
 
@@ -67,8 +71,8 @@ def _pairs(gradient: Tensor | None, shape: torch.Size, like: Tensor) -> tuple[Te
     if gradient is None:
         none = torch.zeros(0, dtype=torch.int64, device=like.device)
         return none, torch.zeros((0, *shape[1:]), dtype=like.dtype, device=like.device)
-    whole = gradient.coalesce()
-    return whole.indices()[0], whole.values().to(like.dtype)
+    whole = gradient.to(like.dtype).coalesce()  # in this order: rows that stand twice are summed
+    return whole.indices()[0], whole.values()
 
 
 def _exchanged(pieces: list[tuple[Tensor, Tensor]], group: Group) -> list[tuple[Tensor, Tensor]]:
@@ -100,6 +104,30 @@ def _others(group: Group) -> list[int]:
     return [(group.rank + step) % group.size for step in range(1, group.size)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What one step changes: some rows of this rank's part of a parameter, and their gradients."""
+
+    parameter: Tensor
+    rows: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> "_Rows":
+        """The rows that the present gradient touches; all if it is dense."""
+        gradient, rows = _local(parameter.grad), touched_rows(parameter)
+        if gradient.is_sparse:
+            gradient = gradient.coalesce()
+            return cls(parameter, gradient.indices()[0], gradient.values())
+        if rows is None:
+            rows = torch.arange(len(gradient), device=gradient.device)
+        return cls(parameter, rows, gradient[rows])
+
+    def add(self, change: Tensor, alpha: float) -> None:
+        """Add ``alpha * change``, one row of it per row, to the parameter."""
+        _local(self.parameter).index_add_(0, self.rows, change, alpha=alpha)
+
+
 class _RowOptimizer(torch.optim.Optimizer):
     """Steps on the touched rows of this rank's part of every parameter."""
 
@@ -118,55 +146,36 @@ class _RowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._change(parameter, group)
+                    self._change(_Rows.of(parameter), self.state[parameter], group)
         return loss
 
-    def _change(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        values, gradient = _local(parameter), _local(parameter.grad)
-        rows = touched_rows(parameter)
-        if gradient.is_sparse:
-            gradient = gradient.coalesce()
-            rows, taken = gradient.indices()[0], gradient.values()
-        else:
-            rows = torch.arange(len(values), device=values.device) if rows is None else rows
-            taken = gradient[rows]
-        self._step_rows(self.state[parameter], values, rows, taken, group)
-
-    def _step_rows(
-        self,
-        state: dict[str, Any],
-        values: Tensor,
-        rows: Tensor,
-        gradient: Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def _change(self, touched: _Rows, state: dict[str, Any], group: dict[str, Any]) -> None:
         raise NotImplementedError
 
 
 class RowwiseAdagrad(_RowOptimizer):
     r"""Adagrad with one accumulator per row: ``s += mean(g²)``, ``w -= lr · g / (√s + eps)``.
 
-    Works on sharded parameters that are cut by rows, and on plain ones.
+    Works on plain parameters, and on sharded ones that are cut by rows: a rank that has only some
+    columns does not know the mean of a row.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10) -> None:
         super().__init__(params, lr=lr, eps=eps)
 
-    def _step_rows(
-        self,
-        state: dict[str, Any],
-        values: Tensor,
-        rows: Tensor,
-        gradient: Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters. Raises ``ConfigError`` for one that is not cut by rows."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            _require_whole_rows(parameter)
+
+    def _change(self, touched: _Rows, state: dict[str, Any], group: dict[str, Any]) -> None:
         if "sum" not in state:
-            state["sum"] = values.new_zeros(len(values))
-        squares = gradient.square().flatten(1).mean(dim=1)
-        state["sum"].index_add_(0, rows, squares)
-        scale = group["lr"] / (state["sum"][rows].sqrt() + group["eps"])
-        shape = (-1, *[1] * (values.dim() - 1))
-        values.index_add_(0, rows, gradient * scale.view(shape), alpha=-1)
+            state["sum"] = _zero_per_row(touched.parameter)
+        sums, gradient = _local(state["sum"]), touched.gradient
+        sums.index_add_(0, touched.rows, gradient.square().unsqueeze(-1).flatten(1).mean(dim=1))
+        scale = sums[touched.rows].sqrt() + group["eps"]
+        touched.add(gradient / scale.view(-1, *[1] * (gradient.dim() - 1)), -group["lr"])
 
 
 class SparseAdam(_RowOptimizer):
@@ -181,27 +190,48 @@ class SparseAdam(_RowOptimizer):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps)
 
-    def _step_rows(
-        self,
-        state: dict[str, Any],
-        values: Tensor,
-        rows: Tensor,
-        gradient: Tensor,
-        group: dict[str, Any],
-    ) -> None:
+    def _change(self, touched: _Rows, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
-            state |= {
-                "step": 0,
-                "mean": torch.zeros_like(values),
-                "square": torch.zeros_like(values),
-            }
+            for name in ("mean", "square"):
+                state[name] = torch.zeros_like(touched.parameter, requires_grad=False)
+            state["step"] = 0
         state["step"] += 1
-        first, second = group["betas"]
-        for name, beta, value in (("mean", first, gradient), ("square", second, gradient.square())):
-            state[name][rows] = state[name][rows].lerp(value, 1 - beta)
+        (first, second), rows, gradient = group["betas"], touched.rows, touched.gradient
+        mean = _move(state["mean"], rows, gradient, 1 - first)
+        square = _move(state["square"], rows, gradient.square(), 1 - second)
         correction = (1 - second ** state["step"]) ** 0.5 / (1 - first ** state["step"])
-        change = state["mean"][rows] / (state["square"][rows].sqrt() + group["eps"])
-        values.index_add_(0, rows, change, alpha=-group["lr"] * correction)
+        touched.add(mean / (square.sqrt() + group["eps"]), -group["lr"] * correction)
+
+
+def _move(moments: Tensor, rows: Tensor, towards: Tensor, weight: float) -> Tensor:
+    """Move ``rows`` of ``moments`` a part of the way; what they are now."""
+    moved = _local(moments)[rows].lerp(towards, weight)
+    _local(moments)[rows] = moved
+    return moved
+
+
+def _zero_per_row(parameter: Tensor) -> Tensor:
+    zeros = _local(parameter).new_zeros(len(_local(parameter)))
+    if not isinstance(parameter, DTensor):
+        return zeros
+    return DTensor.from_local(
+        zeros,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape[:1],
+        stride=(1,),
+    )
+
+
+def _require_whole_rows(parameter: Tensor) -> None:
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    if not parameter.dim() or any(getattr(p, "dim", 0) for p in placements):
+        where = f" placed {tuple(placements)}" if placements else ""
+        raise ConfigError(
+            f"a parameter of shape {tuple(parameter.shape)}{where} has no whole rows on this rank;"
+            " RowwiseAdagrad takes those that are cut along dim 0 or not at all"
+        )
 
 
 def _local(tensor: Tensor | None) -> Tensor:

@@ -31,32 +31,34 @@ class Deep(nn.Module):
         return out
 
 
-def unit_names(choose: Any, build: Callable[[], nn.Module] = Deep) -> list[str]:
-    """The units, by the first column of their table; the warning of uneven ones aside."""
+def units_of(choose: Any, build: Callable[[], nn.Module] = Deep) -> dict[str, int]:
+    """Unit → elements, as their table says; the warning of uneven ones aside."""
 
-    def program(here: Here) -> list[str]:
+    def program(here: Here) -> dict[str, int]:
         shard_where(here.model, choose, mesh=mesh_of(1))
-        return [line.split("  ")[0] for line in describe_units(here.model).splitlines()[1:]]
+        lines = [line.split() for line in describe_units(here.model).splitlines()[1:]]
+        return {name: int(count) for name, count, *_ in lines}
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnevenUnitsWarning)
-        return run("ours", program, 1, build)[0]
+        return dict(run("ours", program, 1, build)[0])
 
 
 @pytest.mark.parametrize(
     ("least", "expected"),
     [
-        (1, {"first", "pair.0", "pair.1", "listed.0", "listed.1"}),
-        (7, {"first", "pair.0", "pair.1", "listed.0"}),
-        (13, {"first", "pair.0", "pair.1"}),
-        (21, {"pair"}),
-        (40, {"pair"}),
+        (1, {"first": 20, "pair.0": 20, "pair.1": 20, "listed.0": 12, "listed.1": 6}),
+        (7, {"first": 20, "pair.0": 20, "pair.1": 20, "listed.0": 12}),
+        (13, {"first": 20, "pair.0": 20, "pair.1": 20}),
+        (21, {"pair": 40}),
+        (40, {"pair": 40}),
     ],
 )
 def test_units_by_size_are_the_smallest_modules_that_reach_it(
-    least: int, expected: set[str]
+    least: int, expected: dict[str, int]
 ) -> None:
-    assert set(unit_names(terashard.of_size(least))) == {"root", *expected}
+    found = units_of(terashard.of_size(least))
+    assert found == {"root": 80 - sum(expected.values()), **expected}
 
 
 def test_what_inner_units_hold_does_not_count_again() -> None:
@@ -65,10 +67,8 @@ def test_what_inner_units_hold_does_not_count_again() -> None:
             super().__init__(nn.Linear(4, 4), nn.Linear(1, 1))
 
     # the inner layer of 20 is a unit; what is left of the outer module, 2, is too little
-    assert set(unit_names(terashard.of_size(20), lambda: nn.Sequential(Outer()))) == {
-        "root",
-        "0.0",
-    }
+    found = units_of(terashard.of_size(20), lambda: nn.Sequential(Outer()))
+    assert found == {"0.0": 20, "root": 2}
 
 
 def test_a_choice_by_size_keeps_nothing_and_serves_many_models() -> None:
@@ -80,12 +80,19 @@ def test_a_choice_by_size_keeps_nothing_and_serves_many_models() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert unit_names(choose) == unit_names(choose) == unit_names(terashard.of_size(13))
+    assert units_of(choose) == units_of(choose) == units_of(terashard.of_size(13))
 
 
 def test_units_by_several_classes_inner_ones_first() -> None:
-    found = unit_names(terashard.of_class(nn.Sequential, nn.Linear))
-    assert set(found) == {"root", "first", "pair", "pair.0", "pair.1", "listed.0", "listed.1"}
+    class Outer(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(4, 4), nn.ReLU())
+            self.own = nn.Parameter(torch.zeros(2))
+
+    found = units_of(
+        terashard.of_class(Outer, nn.Linear), lambda: nn.Sequential(Outer(), nn.Linear(1, 1))
+    )
+    assert found == {"0.0": 20, "0": 2, "1": 2, "root": 0}
 
 
 def test_a_module_that_stands_twice_is_one_unit() -> None:
@@ -93,7 +100,7 @@ def test_a_module_that_stands_twice_is_one_unit() -> None:
         layer = nn.Linear(4, 4)
         return nn.Sequential(layer, layer, nn.Linear(4, 4))
 
-    assert sorted(unit_names(terashard.of_class(nn.Linear), build)) == ["0", "2", "root"]
+    assert units_of(terashard.of_class(nn.Linear), build) == {"0": 20, "2": 20, "root": 0}
 
 
 def test_a_module_that_is_sharded_already_stays_as_it_is() -> None:

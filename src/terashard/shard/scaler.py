@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
 from terashard.comm.collectives import add_up
@@ -22,6 +22,7 @@ from terashard.comm.collectives import add_up
 class ShardedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for DTensor gradients; all ranks must step alike.
 
+    All ranks step, or all of them skip the step, fused optimizers that unscale by themselves too.
     ``process_group``: the ranks that decide together, all by default. It holds every rank that
     keeps a part of the model, the stages of a pipeline among them.
     """
@@ -39,7 +40,10 @@ class ShardedGradScaler(GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Unscale this rank's parts, and find out together whether all of them are finite."""
+        """Unscale this rank's parts, and find out together whether all of them are finite.
+
+        torch calls it in ``unscale_``, else in ``step``, there with 1 for optimizers that unscale.
+        """
         found = torch.zeros((), dtype=torch.float32, device=found_inf.device)
         with torch.no_grad():
             for gradient in _gradients(optimizer):
@@ -53,15 +57,6 @@ class ShardedGradScaler(GradScaler):
                 found += (~torch.isfinite(gradient)).any()
         add_up(found, self.process_group)
         return {found.device: found.clamp_(max=1.0)}
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step if all ranks' gradients are finite, else skip; the same decision everywhere."""
-        # Optimizers that unscale by themselves would not ask the other ranks.
-        if self.is_enabled():
-            state = self._per_optimizer_states[id(optimizer)]
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import terashard
 from tests.helpers.processes import run_processes
 from tests.shard.engines import same, whole
-from tests.shard.test_sparse import Tables, make
+from tests.shard.test_lazy_optimizers import Tables, make
 
 pytestmark = [
     pytest.mark.gpu,

@@ -42,7 +42,7 @@ _HOMES: dict[str, str] = {
     "full_state_dict": "terashard.shard.whole",
     "fully_shard": "terashard.shard.api",
     "initialise": "terashard.shard.birth",
-    "load_full": "terashard.shard.whole",
+    "load_full": "terashard.shard.loading",
     "load_optimizer_by_name": "terashard.shard.optimizer_state",
     "of_class": "terashard.shard.policy",
     "of_size": "terashard.shard.policy",

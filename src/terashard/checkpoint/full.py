@@ -1,7 +1,7 @@
 """One plain safetensors file of a sharded module, written and read without holding it all.
 
 Writing, rank 0 has one full tensor at a time besides the file; so has every other rank. Reading,
-a tensor is taken from the file when it is asked for.
+every rank takes its parts from the file.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +18,54 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from terashard.checkpoint.blocks import byte_view, dtype_name
-from terashard.errors import CheckpointError
+from terashard.errors import CheckpointError, RunError
 from terashard.files import TEMPORARY, sync, writing
+from terashard.shard.loading import agreed
 from terashard.shard.whole import full_tensors
 
 
 def save_full(module: nn.Module, path: str | Path) -> None:
     """Write the full state dict of ``module`` to ``path``, a safetensors file, from rank 0.
 
-    Collective. The file appears whole or not at all. Raises ``RunError`` if it cannot be written.
+    Collective. The file appears whole or not at all, and is there when any rank returns. If it
+    cannot be written, all ranks raise ``RunError``.
     """
-    target = Path(path)
-    beside = target.with_name(target.name + TEMPORARY)
     header = _header(module)
     leads = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    if not leads:
-        for _ in full_tensors(module):
-            pass
-        return
+    tensors = full_tensors(module)
+    problem = None
+    if leads:
+        try:
+            _write(Path(path), header, tensors)
+        except RunError as refused:
+            problem = str(refused)
+    for _ in tensors:  # the others wait for this rank's part of what it did not write
+        pass
+    problem = agreed(problem)
+    if problem is not None:
+        raise RunError(problem)
+
+
+def _write(target: Path, header: bytes, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    beside = target.with_name(target.name + TEMPORARY)
     with writing(target):
-        with beside.open("wb") as file:
-            file.write(header)
-            for _, tensor in full_tensors(module):
-                file.write(byte_view(tensor.contiguous()))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(target)
-        sync(target.parent)
+        try:
+            with beside.open("wb") as file:
+                file.write(header)
+                for _, tensor in tensors:
+                    file.write(byte_view(tensor.contiguous()))
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(target)
+            sync(target.parent)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink()
+            raise
 
 
 class FullFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file by name, each read when it is asked for."""
+    """The tensors of a safetensors file by name, read when they are asked for, or parts of them."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -55,6 +73,17 @@ class FullFile(Mapping[str, Tensor]):
         except Exception as cause:
             raise CheckpointError(f"cannot read {path}: {cause}") from cause
         self._names = list(self._file.keys())  # type: ignore[no-untyped-call]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, which is not read."""
+        return tuple(self._file.get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+
+    def part(self, name: str, ranges: tuple[slice, ...]) -> Tensor:
+        """Read a part of one tensor: a range of every dim."""
+        if not ranges:
+            return self[name]
+        part: Tensor = self._file.get_slice(name)[ranges]  # type: ignore[no-untyped-call]
+        return part
 
     def __getitem__(self, name: str) -> Tensor:
         """Read one tensor."""

@@ -17,7 +17,8 @@ module writes its own parameters and buffers.
 A tensor that nobody wrote would hold whatever was in memory. Every operation that writes is
 watched, so such a tensor is an error that names it. So is a random write to a parameter that is in
 pieces already, as a parent makes that draws the weights of a unit inside: every rank would draw the
-same numbers for rows that differ.
+same numbers for rows that differ. Ranks whose random states differ are told so at the first forward
+pass.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from terashard.errors import ConfigError, RunError
+from terashard.shard.born import digest_of
 from terashard.shard.hooks import Sharding, shardings_in
 from terashard.shard.param import ShardedParameter
 from terashard.shard.unborn import children_first, own_modules, unborn_modules
@@ -110,7 +112,7 @@ class _Birth:
             if there is full:
                 self._writes.require(full, p.places[0].module, p.places[0].attribute)
             p.local.copy_(p.own_rows(there.detach()))
-            p.written = True
+            p.written, p.digest = True, self._digest(there)
             p.show_sharded()
         for (owner, name), made in self._buffers.items():
             if owner._buffers[name] is made:
@@ -123,6 +125,10 @@ class _Birth:
             for unit in self.sharding.units:
                 unit.rewritten()
         self._has_begun = False
+
+    def _digest(self, full: Tensor) -> int | None:
+        """A checksum for the first forward pass, where ranks that drew otherwise are told so."""
+        return digest_of(full) if len(self.sharding.units[0].ranks) > 1 else None
 
     def _place(self, p: ShardedParameter, device: torch.device) -> nn.Parameter:
         if p.dress is not None:

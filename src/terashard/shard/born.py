@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -98,7 +98,7 @@ def _unit(
                 original=parameter,
                 dress=division.dress,
                 data_axes=division.data_axes,
-                digest=None if alone or parameter.is_meta else _digest(parameter),
+                digest=None if alone or parameter.is_meta else digest_of(parameter),
                 places=found.places[parameter],
             )
         )
@@ -113,7 +113,7 @@ def _unit(
     return unit
 
 
-def _digest(parameter: nn.Parameter) -> int:
+def digest_of(parameter: Tensor) -> int:
     """A checksum of the values, the same on all ranks that hold the same ones."""
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     plain = local.detach().contiguous().cpu().reshape(-1)

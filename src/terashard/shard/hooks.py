@@ -47,6 +47,8 @@ class Sharding:
         self.forward_prefetch: list[Sharding] = []
         self.backward_prefetch: list[Sharding] = []
         self.handles: list[RemovableHandle] = []
+        self.is_open = False
+        """Whether plain full parameters stand in the modules, for a look or a change."""
         self._to_run: set[nn.Module] = set()
         self._is_in_backward = False
         for module in modules:
@@ -145,6 +147,13 @@ class Sharding:
         for unit in self.units:
             unit.drop()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or backward pass of the modules, or of the tree, is going on."""
+        root = self.root
+        in_pass = root is not None and (root.is_in_forward or root.is_in_backward)
+        return in_pass or bool(self._to_run) or _in_backward()
+
     def settled(self, module: nn.Module) -> Root:
         """The root of the tree; the first module that asks becomes it."""
         if self.root is None:
@@ -237,6 +246,8 @@ class Sharding:
                     inner = names[place.module]
                     key = prefix + (f"{inner}." if inner else "") + place.attribute
                     found = state.get(key)
+                    if found is not None:
+                        p.digest = None  # how it was built does not matter any more
                     if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter):
                         state[key] = p.distribute(p.own_rows(found.detach()).to(p.local.device))
 

@@ -25,6 +25,7 @@ def optimizer_by_name(
 ) -> State:
     """Name of a parameter → its full state, on the CPU; empty on other ranks if ``rank0_only``.
 
+    A snapshot. A parameter that made no step yet, or whose optimizer keeps nothing, has no entries.
     Collective. Held full: one tensor at a time, but for what is returned.
     """
     first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
@@ -34,8 +35,8 @@ def optimizer_by_name(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, DTensor):
                 value = value.full_tensor()
-            own[key] = value.detach().cpu() if isinstance(value, Tensor) else value
-        if own and (first or not rank0_only):
+            own[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        if first or not rank0_only:
             found[name] = own
     return found
 
@@ -53,9 +54,10 @@ def load_optimizer_by_name(
                 f"there is no optimizer state for parameter {name}; there is for"
                 f" {', '.join(list(state)[:3])}, …: take the state of the same model"
             )
-        optimizer.state[parameter] = {
-            key: _own(name, parameter, value) for key, value in state[name].items()
-        }
+        own = {key: _own(name, parameter, value) for key, value in state[name].items()}
+        optimizer.state.pop(parameter, None)
+        if own:
+            optimizer.state[parameter] = own
 
 
 def _own(name: str, parameter: Tensor, value: Any) -> Any:

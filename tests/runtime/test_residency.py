@@ -9,7 +9,7 @@ from torch import Tensor
 from terashard.comm.mesh import Mesh
 from terashard.errors import PlanError
 from terashard.nn.init import Initialiser
-from terashard.plan.plan import Plan, spread_layers
+from terashard.plan.plan import Plan, spread_layers, unit_sizes
 from terashard.runtime.pipeline import Pipeline
 from terashard.schedule.actions import Gather, Reduce
 from terashard.shard.precision import Precision
@@ -97,12 +97,16 @@ def test_every_budget_gives_the_gradients_of_none(
     run_mesh(rank, stages=stages, shards=shards, replicas=replicas)
 
 
-def test_what_is_counted_is_what_the_list_says_and_slots_stay_within_the_budget() -> None:
+@pytest.mark.parametrize(
+    ("stages", "shards", "replicas"), [(1, 2, 1), (1, 3, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_counted_is_what_the_list_says_and_slots_stay_within_the_budget(
+    tied: bool, stages: int, shards: int, replicas: int
+) -> None:
     def rank(mesh: Mesh) -> tuple[int, int]:
-        whole = pipeline(mesh, residency=None)
-        sizes = [sum(p.form.nbytes for p in unit.parameters) for unit in whole.units]
-        budget = max(sizes) + min(sizes)
-        made = pipeline(mesh, residency=budget)
+        whole = pipeline(mesh, residency=None, tied=tied)
+        made = pipeline(mesh, residency=budgets(mesh, tied)[1], tied=tied)
         step(made)
         before = made.traffic()
         step(made)
@@ -117,6 +121,9 @@ def test_what_is_counted_is_what_the_list_says_and_slots_stay_within_the_budget(
         assert after.reduced_bytes - before.reduced_bytes == 2 * planned.reduced_bytes
         assert whole.planned_traffic.volumes == 2.0 < planned.volumes
         assert gathers > len(made.units)
+        spec = tiny_spec("llama", tied=tied, kv_heads=2, tokens=TOKENS)
+        sizes = unit_sizes(spec, 8, stages=stages)
+        assert {unit.name: unit.full_bytes for unit in made.units}.items() <= sizes.items()
         places = made._places
         assert places is not None
         slots = len(places.pool.slots)
@@ -124,7 +131,7 @@ def test_what_is_counted_is_what_the_list_says_and_slots_stay_within_the_budget(
         assert len(places.pool.slots) == slots, "no slot is made after the first step"
         return gathers, places.nbytes
 
-    run_mesh(rank, shards=2)
+    run_mesh(rank, stages=stages, shards=shards, replicas=replicas)
 
 
 def test_evaluation_keeps_to_the_budget_too() -> None:

@@ -60,6 +60,14 @@ def seeded(module: nn.Module, seed: int = 0) -> nn.Module:
     return module
 
 
+def shard(model: Any, *shape: int, engine: Any = terashard, **arguments: Any) -> Any:
+    """Every block a unit, the rest the root's, on a mesh of ``shape``."""
+    mesh = mesh_of(*shape)
+    for block in model.blocks:
+        engine.fully_shard(block, mesh=mesh, **arguments)
+    return engine.fully_shard(model, mesh=mesh, **arguments)
+
+
 def words(rank: int, step: int, rows: int = 3) -> Tensor:
     """A batch [rows, 4] of one rank and step."""
     generator = torch.Generator().manual_seed(1000 * rank + step)

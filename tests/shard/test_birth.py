@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 import terashard
 from terashard.errors import RunError
 from tests.helpers.torch_threads import run_ranks
-from tests.shard.engines import WIDTH, WORDS, Net, mesh_of, same, seeded, whole
+from tests.shard.engines import WIDTH, WORDS, Net, mesh_of, same, seeded, shard, whole
 
 Fill = Callable[[nn.Module], None]
 
@@ -19,12 +19,6 @@ Fill = Callable[[nn.Module], None]
 def on_meta(build: Callable[[], nn.Module] = Net) -> Any:
     with torch.device("meta"):
         return build()
-
-
-def shard(model: Any, *shape: int, **arguments: Any) -> Any:
-    for block in model.blocks:
-        terashard.fully_shard(block, mesh=mesh_of(*shape))
-    return terashard.fully_shard(model, mesh=mesh_of(*shape), **arguments)
 
 
 def drawing(seed: int = 3) -> Fill:

@@ -31,6 +31,7 @@ from tests.shard.engines import (
     run,
     same,
     seeded,
+    shard,
     whole,
     words,
 )
@@ -38,14 +39,6 @@ from tests.shard.engines import (
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped")  # torch's advice on views
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
-
-
-def shard(here: Here, *shape: int, **arguments: Any) -> Any:
-    """Every block a unit, the rest the root's."""
-    mesh = mesh_of(*shape)
-    for block in here.model.blocks:
-        here.engine.fully_shard(block, mesh=mesh, **arguments)
-    return here.engine.fully_shard(here.model, mesh=mesh, **arguments)
 
 
 def train(
@@ -70,7 +63,7 @@ def train(
 @pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
 def test_training_is_the_same(shape: tuple[int, ...], keep: bool | None) -> None:
     def program(here: Here) -> Any:
-        shard(here, *shape, reshard_after_forward=keep)
+        shard(here.model, *shape, reshard_after_forward=keep, engine=here.engine)
         return train(here)
 
     alike(program, size=torch.Size(shape).numel())
@@ -86,7 +79,7 @@ def test_optimizers_of_torch_work(kind: type[torch.optim.Optimizer], fused: bool
         rest["momentum"] = 0.9  # type: ignore[assignment]
 
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         return train(here, optimizer=lambda p: kind(p, lr=1e-2, **rest))  # type: ignore[call-arg]
 
     alike(program)
@@ -95,7 +88,7 @@ def test_optimizers_of_torch_work(kind: type[torch.optim.Optimizer], fused: bool
 def test_parameters_are_dtensors_of_the_same_placement_and_names_stay() -> None:
     def program(here: Here) -> Any:
         names = [name for name, _ in here.model.named_parameters()]
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         found = {}
         for name, p in here.model.named_parameters():
             assert isinstance(p, DTensor)
@@ -109,7 +102,7 @@ def test_parameters_are_dtensors_of_the_same_placement_and_names_stay() -> None:
 def test_the_class_is_swapped_in_place() -> None:
     def program(here: Here) -> None:
         model = here.model
-        assert shard(here, 2) is model
+        assert shard(here.model, 2, engine=here.engine) is model
         assert isinstance(model, Net)
         assert isinstance(model, terashard.ShardedModule)
         assert not isinstance(model, FSDPModule)
@@ -127,7 +120,7 @@ def test_what_stands_in_the_module_at_each_time_is_the_same() -> None:
             weight = here.model.blocks[0].up.weight
             seen.append((when, isinstance(weight, DTensor)))
 
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         block = here.model.blocks[0]
         block.up.register_forward_hook(lambda *_: note("in forward"))
         note("before")
@@ -173,7 +166,7 @@ def test_cutting_along_another_dim_is_the_same() -> None:
         def second(p: nn.Parameter) -> Shard | None:
             return Shard(1) if p.ndim == 2 and p.shape[1] % 2 == 0 else None
 
-        shard(here, 2, shard_placement_fn=second)
+        shard(here.model, 2, shard_placement_fn=second, engine=here.engine)
         places = {name: str(p.placements) for name, p in here.model.named_parameters()}
         return places, train(here)
 
@@ -185,11 +178,11 @@ def test_ours_also_cuts_another_dim_unevenly_and_replicates() -> None:
         def chosen(p: nn.Parameter) -> Any:
             return Shard(1) if p.ndim == 2 else Replicate()
 
-        shard(here, 4, shard_placement_fn=chosen)
+        shard(here.model, 4, shard_placement_fn=chosen, engine=here.engine)
         return train(here)
 
     def plain(here: Here) -> Any:
-        shard(here, 4)
+        shard(here.model, 4, engine=here.engine)
         return train(here)
 
     build = lambda: seeded(Net(width=5))  # noqa: E731
@@ -199,7 +192,7 @@ def test_ours_also_cuts_another_dim_unevenly_and_replicates() -> None:
 def test_ignored_parameters_are_left_alone() -> None:
     def program(here: Here) -> Any:
         ignored = {here.model.head.weight}
-        shard(here, 2, ignored_params=ignored)
+        shard(here.model, 2, ignored_params=ignored, engine=here.engine)
         kept = here.model.head.weight
         loss_of(here.model, words(here.rank, 0)).backward()
         return isinstance(kept, DTensor), gradients(here.model)
@@ -229,7 +222,7 @@ def test_several_modules_as_one_unit() -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_accumulation_without_sums_is_the_same(shape: tuple[int, ...]) -> None:
     def program(here: Here) -> Any:
-        shard(here, *shape)
+        shard(here.model, *shape, engine=here.engine)
         optimizer = torch.optim.SGD(here.model.parameters(), lr=0.1, momentum=0.9)
         for step in range(2):
             for part in range(3):
@@ -247,7 +240,7 @@ def test_accumulation_without_sums_is_the_same(shape: tuple[int, ...]) -> None:
 
 def test_accumulation_with_sums_is_the_same() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         return train(here, parts=3)
 
     alike(program)
@@ -255,7 +248,7 @@ def test_accumulation_with_sums_is_the_same() -> None:
 
 def test_partial_sums_over_shards_are_carried_to_the_sum_over_replicas() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2, 2)
+        shard(here.model, 2, 2, engine=here.engine)
         for part in range(3):
             here.model.set_requires_all_reduce(part == 2)
             loss_of(here.model, words(here.rank, part)).backward()
@@ -266,7 +259,7 @@ def test_partial_sums_over_shards_are_carried_to_the_sum_over_replicas() -> None
 
 def test_parameters_may_stay_after_backward() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.set_reshard_after_backward(False)
         for part in range(2):
             loss_of(here.model, words(here.rank, part)).backward()
@@ -280,7 +273,7 @@ def test_parameters_may_stay_after_backward() -> None:
 
 def test_a_divide_factor_replaces_the_number_of_ranks() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         for module in (here.model, *here.model.blocks):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
@@ -292,7 +285,7 @@ def test_a_divide_factor_replaces_the_number_of_ranks() -> None:
 
 def test_prefetching_by_name_changes_no_value() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         blocks = list(here.model.blocks)
         blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
         blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
@@ -303,7 +296,7 @@ def test_prefetching_by_name_changes_no_value() -> None:
 
 def test_the_other_setters_are_there() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.set_reshard_after_forward(True)
         here.model.blocks[0].set_unshard_in_backward(True)
         here.model.set_reduce_scatter_unused_params(True)
@@ -317,7 +310,7 @@ def test_the_other_setters_are_there() -> None:
 
 def test_the_hook_on_summed_gradients_is_called() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.blocks[0].set_all_reduce_hook(lambda flat: flat.mul_(3.0))
         loss_of(here.model, words(here.rank, 0)).backward()
         return gradients(here.model)
@@ -331,7 +324,7 @@ def test_another_method_may_be_a_forward() -> None:
             return self.blocks[0](self.embed(batch))  # type: ignore[no-any-return]
 
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.engine.register_fsdp_forward_method(here.model, "encode")
         here.engine.register_fsdp_forward_method(nn.Linear(2, 2), "anything")
         with pytest.raises(ValueError, match="does not have a method"):
@@ -367,7 +360,7 @@ def test_activation_checkpointing_is_the_same(inside: bool, reentrant: bool) -> 
         return seeded(model)
 
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         return train(here)
 
     alike(program, build=build)
@@ -375,7 +368,7 @@ def test_activation_checkpointing_is_the_same(inside: bool, reentrant: bool) -> 
 
 def test_state_goes_out_and_comes_in() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         before = {k: v.clone() for k, v in here.model.state_dict().items()}
         train(here)
         here.model.load_state_dict(before)
@@ -388,7 +381,7 @@ def test_a_plain_state_dict_loads_too() -> None:
     plain = seeded(Net(), 5).state_dict()
 
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.load_state_dict(plain)
         return whole(here.model.state_dict())
 
@@ -398,7 +391,7 @@ def test_a_plain_state_dict_loads_too() -> None:
 
 def test_state_may_be_assigned() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         other = {k: v.detach() * 2 for k, v in here.model.state_dict().items()}
         here.model.load_state_dict(other, assign=True)
         return train(here)
@@ -408,7 +401,7 @@ def test_state_may_be_assigned() -> None:
 
 def test_other_formats_and_meta_come_in_through_apply() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.float()
         assert here.model.head.weight.dtype == torch.float32
         return train(here)["told"]
@@ -422,7 +415,7 @@ def test_birth_on_meta_as_torch_does_it() -> None:
             return Net().double()
 
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.to_empty(device="cpu")
         for index, p in enumerate(here.model.parameters()):
             nn.init.constant_(p, 0.01 * index)
@@ -480,7 +473,7 @@ def test_the_mesh_is_all_ranks_by_default() -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_parameters_may_be_cut_over_a_smaller_group_after_forward(shape: tuple[int, ...]) -> None:
     def program(here: Here) -> Any:
-        shard(here, *shape, reshard_after_forward=2)
+        shard(here.model, *shape, reshard_after_forward=2, engine=here.engine)
         return train(here)
 
     alike(program, size=4)
@@ -488,7 +481,7 @@ def test_parameters_may_be_cut_over_a_smaller_group_after_forward(shape: tuple[i
 
 def test_after_forward_a_smaller_group_gathers() -> None:
     def program(here: Here) -> list[int]:
-        shard(here, 4, reshard_after_forward=2)
+        shard(here.model, 4, reshard_after_forward=2, engine=here.engine)
         loss = loss_of(here.model, words(here.rank, 0))
         unit = here.model.blocks[0]._own.units[0]
         group = unit.smaller.shard_gather
@@ -539,7 +532,7 @@ class Scattering(Gathering):
 
 def test_communication_may_be_the_callers_own() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         gather, scatter = Gathering(object), Scattering(object)
         here.model.blocks[1].set_custom_all_gather(gather)
         here.model.blocks[1].set_custom_reduce_scatter(scatter)
@@ -553,7 +546,7 @@ def test_communication_may_be_the_callers_own() -> None:
 
 def test_sums_may_share_the_communicator_of_gathers() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.set_separate_reduce_scatter_group(False)
         return train(here)
 
@@ -562,7 +555,12 @@ def test_sums_may_share_the_communicator_of_gathers() -> None:
 
 def test_offloading_means_nothing_on_a_cpu() -> None:
     def program(here: Here) -> Any:
-        shard(here, 2, offload_policy=here.engine.CPUOffloadPolicy(pin_memory=False))
+        shard(
+            here.model,
+            2,
+            offload_policy=here.engine.CPUOffloadPolicy(pin_memory=False),
+            engine=here.engine,
+        )
         return train(here)
 
     alike(program)
@@ -642,7 +640,7 @@ def test_parameters_on_the_full_mesh_whose_data_axes_are_named() -> None:
 def test_gathers_ahead_change_no_value_and_come_before_the_sum(pool: str) -> None:
     def program(here: Here) -> Any:
         arguments = {"pool": pool} if here.engine is terashard else {}
-        shard(here, 2, **arguments)
+        shard(here.model, 2, engine=here.engine, **arguments)
         if here.engine is terashard:
             here.model.set_gathers_ahead(1)
             with pytest.raises(ValueError, match="ahead is no number"):
@@ -654,7 +652,7 @@ def test_gathers_ahead_change_no_value_and_come_before_the_sum(pool: str) -> Non
 
 def test_the_next_gather_is_issued_before_the_current_sum() -> None:
     def program(here: Here) -> list[str]:
-        shard(here, 2)
+        shard(here.model, 2, engine=here.engine)
         here.model.set_gathers_ahead(1)
         loss_of(here.model, words(here.rank, 0)).backward()
         order: list[str] = []

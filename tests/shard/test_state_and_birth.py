@@ -24,16 +24,10 @@ from tests.shard.engines import (
     run,
     same,
     seeded,
+    shard,
     whole,
     words,
 )
-
-
-def shard(model: Any, *shape: int, **arguments: Any) -> Any:
-    mesh = mesh_of(*shape)
-    for block in model.blocks:
-        terashard.fully_shard(block, mesh=mesh, **arguments)
-    return terashard.fully_shard(model, mesh=mesh, **arguments)
 
 
 def net() -> nn.Module:

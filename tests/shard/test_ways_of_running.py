@@ -25,18 +25,12 @@ from tests.shard.engines import (
     run,
     same,
     seeded,
+    shard,
     whole,
     words,
 )
 
 POOLS = ["static", "any", "off"]
-
-
-def shard(model: Any, *shape: int, **arguments: Any) -> Any:
-    mesh = mesh_of(*shape)
-    for block in model.blocks:
-        terashard.fully_shard(block, mesh=mesh, **arguments)
-    return terashard.fully_shard(model, mesh=mesh, **arguments)
 
 
 def net() -> nn.Module:
@@ -342,45 +336,6 @@ def test_another_order_or_number_on_one_rank_is_an_error_within_seconds(
     with pytest.raises(RunError, match=r"rank.*unit blocks\.\d") as caught:
         run_processes(2, disagreeing, theirs, at, timeout=15.0)
     assert re.search(r"rank\w* [01]", str(caught.value))
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_a_pass_that_raised_the_next_is_right(where: str) -> None:
-    class Failing(Net):
-        fails = ""
-
-        def forward(self, batch: Tensor) -> Tensor:
-            x = self.embed(batch)
-            for index, block in enumerate(self.blocks):
-                x = block(x)
-                if index == 1 and self.fails == "forward":
-                    raise ArithmeticError("forward")
-                if index == 1 and self.fails == "backward":
-                    x.register_hook(_raise)
-            out: Tensor = self.head(x)
-            return out
-
-    def build() -> nn.Module:
-        return seeded(Failing(4))
-
-    def program(here: Here) -> Any:
-        shard(here.model, 2)
-        loss_of(here.model, words(here.rank, 0)).backward()
-        here.model.zero_grad()
-        here.model.fails = where
-        with pytest.raises(ArithmeticError):
-            loss_of(here.model, words(here.rank, 1)).backward()
-        here.model.fails = ""
-        loss_of(here.model, words(here.rank, 2)).backward()
-        return gradients(here.model)
-
-    expected = mean_gradients(build(), [lambda m, r=r: loss_of(m, words(r, 2)) for r in (0, 1)])
-    for found in run("ours", program, 2, build):
-        same(found, expected)
-
-
-def _raise(_: Tensor) -> None:
-    raise ArithmeticError("backward")
 
 
 def test_averages_of_shards_are_shards_of_averages() -> None:

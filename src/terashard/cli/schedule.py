@@ -91,7 +91,7 @@ def _schedule(config: RunConfig, plan: "Plan") -> "Schedule":
     size, tokens = config.model.vocab_size or 1, config.batch.tokens
     spec = describe(config.model, vocab_size=size, max_length=tokens)
     itemsize = {"bf16": 2, "fp32": 4, "fp64": 8}[config.train.precision]
-    return plan.schedule(stage_units(spec, plan), unit_sizes(spec, itemsize))
+    return plan.schedule(stage_units(spec, plan), unit_sizes(spec, itemsize, stages=plan.stages))
 
 
 def title(plan: "Plan") -> str:

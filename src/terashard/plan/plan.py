@@ -221,12 +221,18 @@ def stage_units(spec: ModelSpec, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
     return tuple(map(tuple, stages))
 
 
-def unit_sizes(spec: ModelSpec, itemsize: int) -> dict[str, int]:
-    """Bytes of every unit of terashard's own decoder when it is full."""
-    return {
+def unit_sizes(spec: ModelSpec, itemsize: int, *, stages: int) -> dict[str, int]:
+    """Bytes of every unit of terashard's own decoder when it is full.
+
+    A tied weight is the embedding's; where the head is on another stage, it has a copy.
+    """
+    sizes = {
         unit: itemsize * sum(prod(shape) for shape in spec.unit_parameters(unit).values())
         for unit in spec.unit_names()
     }
+    if spec.tied and stages > 1:
+        sizes["head"] += itemsize * prod(spec.unit_parameters("embed")["embed.tokens.weight"])
+    return sizes
 
 
 def equal_slices(tokens: int, count: int) -> tuple[int, ...]:

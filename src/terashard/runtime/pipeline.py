@@ -34,6 +34,7 @@ from terashard.runtime.worker import Worker
 from terashard.schedule.check import check
 from terashard.schedule.schedule import Schedule
 from terashard.schedule.traffic import PlannedTraffic, planned_traffic
+from terashard.shard.axes import shared_axes
 from terashard.shard.clip import scale_gradients, squared_norm
 from terashard.shard.cut import copied_parameters, make_units, named_parameters
 from terashard.shard.materialise import Fill, materialise, require_written
@@ -107,8 +108,8 @@ class Pipeline:
         require_written(self.units)
         require_equal_values(self.units, whole, self._ties, mesh)
         units = table.units(plan)
-        self._numels = table.numels()
-        sizes = {name: n * self.precision.compute.itemsize for name, n in self._numels.items()}
+        itemsize = self.precision.compute.itemsize
+        sizes = {name: numel * itemsize for name, numel in table.numels().items()}
         self._schedule = plan.schedule(units, sizes)
         self._evaluation = plan.evaluation(units, sizes)
         device, dtype = mesh.device, self.precision.compute
@@ -178,11 +179,12 @@ class Pipeline:
 
     @property
     def planned_traffic(self) -> PlannedTraffic:
-        """What a step of this rank asks of the groups of shards, counted from the schedule."""
+        """What a step of this rank asks of its groups, counted from the schedule."""
         return planned_traffic(
             self._schedule,
             self.mesh.coordinates.stage,
-            self._numels,
+            {unit.name: unit.elements for unit in self.units},
+            among=shared_axes(self.mesh),
             compute=self.precision.compute.itemsize,
             master=self.precision.master.itemsize,
         )

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 
 from torch import nn
 
@@ -25,13 +24,15 @@ from terashard.shard.precision import Precision
 class StageCard:
     """One stage in words: ``units`` are names, each with its parameters' (shape, trains).
 
-    ``borrows`` has, of every unit that uses parameters of earlier ones, the names of these.
+    ``numels`` has the elements of every unit's own parameters: a shared one belongs to the first
+    unit that uses it. ``borrows`` has, of every unit that uses others' parameters, their names.
     """
 
     width: int
     has_head: bool
     ties: Mapping[str, str]
     units: Mapping[str, Mapping[str, tuple[Sequence[int], bool]]]
+    numels: Mapping[str, int]
     borrows: Mapping[str, Sequence[str]]
 
     @classmethod
@@ -45,8 +46,8 @@ class StageCard:
                 f"{name}.{p}": (list(parameter.shape), parameter.requires_grad)
                 for p, parameter in unit.named_parameters()
             }
-        borrows = _borrows(module.units())
-        return cls(module.width, module.has_head(), dict(module.ties()), units, borrows)
+        numels, borrows = _belongings(module.units())
+        return cls(module.width, module.has_head(), dict(module.ties()), units, numels, borrows)
 
     @property
     def parameters(self) -> dict[str, tuple[Sequence[int], bool]]:
@@ -75,14 +76,7 @@ class StageTable:
 
     def numels(self) -> dict[str, int]:
         """Elements of every unit's own parameters."""
-        found: dict[str, int] = {}
-        for stage in self.stages:
-            owned: set[str] = set()
-            for name, parameters in stage.units.items():
-                own = {p: face for p, face in parameters.items() if p not in owned}
-                found[name] = sum(prod(shape) for shape, _ in own.values())
-                owned |= own.keys()
-        return found
+        return {name: count for stage in self.stages for name, count in stage.numels.items()}
 
     def _units(self, index: int, plan: Plan) -> Iterator[Unit]:
         stage, ties = self.stages[index], self.ties(index)
@@ -94,15 +88,20 @@ class StageTable:
             yield Unit(name, reductions, head, borrows)
 
 
-def _borrows(units: Sequence[tuple[str, nn.Module]]) -> dict[str, list[str]]:
-    """Whom every unit borrows from: a parameter belongs to the first unit that uses it."""
+def _belongings(
+    units: Sequence[tuple[str, nn.Module]],
+) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """By unit, the elements of its own parameters; and the units whose parameters it uses too."""
     owners: dict[nn.Parameter, str] = {}
-    found: dict[str, list[str]] = {}
+    numels: dict[str, int] = {}
+    borrows: dict[str, list[str]] = {}
     for name, unit in units:
-        lenders = {owners.setdefault(parameter, name) for parameter in unit.parameters()} - {name}
+        used = list(unit.parameters())
+        lenders = {owners.setdefault(parameter, name) for parameter in used} - {name}
+        numels[name] = sum(p.numel() for p in used if owners[p] == name)
         if lenders:
-            found[name] = sorted(lenders)
-    return found
+            borrows[name] = sorted(lenders)
+    return numels, borrows
 
 
 def exchange(module: StageModule, plan: Plan, mesh: Mesh, precision: Precision) -> StageTable:

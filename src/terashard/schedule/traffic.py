@@ -1,14 +1,31 @@
-"""What a list will ask of the groups of shards, counted before anything runs.
+"""What a list will ask of a rank's groups, counted before anything runs.
 
-Bytes are those of the full tensors that are handed to a group of several. In *model volumes*, the
+Bytes are those of the tensors that are handed to a group of several ranks. In *model volumes*, the
 stage's parameters once, the floor of a step is 2: one gather and one reduction of everything.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from terashard.schedule.actions import Gather, Reduce
+from terashard.schedule.actions import Gather, Over, Reduce
 from terashard.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class UnitElements:
+    """Elements of one unit's own parameters that travel."""
+
+    gathered: int
+    summed: int
+    """Of those that train: in full, over shards."""
+    rows: int
+    """Of those that train: the flat buffer of this rank's rows, over replicas."""
+    tied: int
+    """Of those that are tied to another stage: this rank's rows."""
+
+    def over(self, axis: Over) -> int:
+        """Elements that a reduction over ``axis`` hands to its group."""
+        return {"shard": self.summed, "replica": self.rows, "tie": self.tied}[axis]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,37 +34,50 @@ class PlannedTraffic:
 
     gathers: int
     reductions: int
-    """Over shards."""
+    """Over any axis."""
     gathered_bytes: int
     reduced_bytes: int
-    """Over shards, in the format in which gradients are kept."""
+    """In the format in which gradients are kept."""
     volumes: float
-    """Gathered and reduced elements, over those of the stage."""
+    """Elements gathered, and reduced over shards, over those of the stage."""
 
 
 def planned_traffic(
-    schedule: Schedule, rank: int, numels: Mapping[str, int], *, compute: int, master: int
+    schedule: Schedule,
+    rank: int,
+    elements: Mapping[str, UnitElements],
+    *,
+    among: Collection[Over],
+    compute: int,
+    master: int,
 ) -> PlannedTraffic:
     """Count the list of ``rank``.
 
-    ``numels`` has the elements of every unit's own parameters; ``compute`` and ``master`` are bytes
-    per element of full parameters and of gradients.
+    ``elements`` is by name of unit. ``among`` are the axes along which this rank is not alone.
+    ``compute`` and ``master`` are bytes per element of full parameters and of gradients.
     """
-    stages = schedule.grid.stages_of(rank)
-    whole = sum(numels[unit.name] for stage in stages for unit in schedule.units[stage])
-    gathered, summed = [], []
+    units = {
+        (stage, index): elements[unit.name]
+        for stage in schedule.grid.stages_of(rank)
+        for index, unit in enumerate(schedule.units[stage])
+    }
+    gathers, reductions, gathered, over_shards, reduced = 0, 0, 0, 0, 0
     for action in schedule.actions(rank):
         match action:
             case Gather(unit):
-                gathered.append(numels[schedule.units[unit.stage][unit.index].name])
-            case Reduce(unit, "shard"):
-                summed.append(numels[schedule.units[unit.stage][unit.index].name])
+                gathers += 1
+                gathered += units[unit.stage, unit.index].gathered
+            case Reduce(unit, over):
+                reductions += 1
+                travelling = units[unit.stage, unit.index].over(over)
+                over_shards += travelling if over == "shard" else 0
+                reduced += travelling if over in among else 0
             case _:
                 pass
     return PlannedTraffic(
-        gathers=len(gathered),
-        reductions=len(summed),
-        gathered_bytes=sum(gathered) * compute,
-        reduced_bytes=sum(summed) * master,
-        volumes=(sum(gathered) + sum(summed)) / whole,
+        gathers=gathers,
+        reductions=reductions,
+        gathered_bytes=gathered * compute if "shard" in among else 0,
+        reduced_bytes=reduced * master,
+        volumes=(gathered + over_shards) / max(1, sum(unit.gathered for unit in units.values())),
     )

@@ -24,10 +24,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
 from terashard.shard.born import Request, shard_modules
-from terashard.shard.hooks import sharding_of
 from terashard.shard.module import ShardedModule, UnshardHandle, sharded_class
 from terashard.shard.placement import DataMesh
 from terashard.shard.rules import Pool, Rules
+from terashard.shard.tree import sharding_of
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -112,8 +112,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(plain)
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = sharding.pre_forward(self, args, kwargs)
-        return sharding.post_forward(self, args, plain(*args, **kwargs))
+        try:
+            args, kwargs = sharding.pre_forward(self, args, kwargs)
+            return sharding.post_forward(self, args, plain(*args, **kwargs))
+        finally:
+            sharding.leave()
 
     setattr(module, method_name, MethodType(hooked, module))
 

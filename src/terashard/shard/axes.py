@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from terashard.comm.group import Group
+from terashard.schedule.actions import OVERS, Over
 
 
 class Axes(Protocol):
@@ -47,6 +48,12 @@ class Axes(Protocol):
     @property
     def tie(self) -> Group | None:
         """The ranks of another stage that hold a copy of some parameter."""
+
+
+def shared_axes(axes: Axes) -> set[Over]:
+    """The sums that this rank takes with others."""
+    groups = {"shard": axes.shard_reduce, "replica": axes.replica, "tie": axes.tie}
+    return {over for over in OVERS if (group := groups[over]) is not None and group.size > 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

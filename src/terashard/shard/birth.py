@@ -33,9 +33,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from terashard.errors import ConfigError, RunError
 from terashard.shard.born import digest_of
-from terashard.shard.hooks import Sharding, shardings_in
+from terashard.shard.hooks import Sharding
 from terashard.shard.param import ShardedParameter
-from terashard.shard.unborn import children_first, own_modules, unborn_modules
+from terashard.shard.tree import managed, shardings_in
+from terashard.shard.unborn import children_first, unborn_modules
 
 _RESETS = ("reset_parameters", "init_weights", "_reset_parameters")
 
@@ -74,7 +75,7 @@ class _Birth:
 
     def __init__(self, sharding: Sharding, writes: _Writes) -> None:
         self.sharding = sharding
-        self.modules = own_modules(sharding)
+        self.modules = {module: None for _, module in managed(sharding.modules)}
         self._writes = writes
         self._left = set(self.modules)
         self._full: dict[ShardedParameter, nn.Parameter] = {}

@@ -8,7 +8,7 @@ units of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -20,12 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from terashard.errors import ConfigError
 from terashard.shard.division import divide
-from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.hooks import Sharding
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.optimizer_watch import replaced
 from terashard.shard.param import Place, ShardedParameter
 from terashard.shard.placement import DataMesh
 from terashard.shard.rules import Pool, Rules
+from terashard.shard.tree import managed, sharding_of, shardings_in
 
 _CUT = WeakTensorKeyDictionary()
 """By a parameter as it was before it was cut: its unit and what became of it."""
@@ -54,12 +55,18 @@ class _Found:
 
 def shard_modules(modules: Sequence[nn.Module], request: Request) -> Sharding:
     """Cut the parameters of ``modules`` in place, and hook the modules."""
+    for module in modules:
+        if sharding_of(module) is not None:
+            raise ConfigError(
+                f"this {type(module).__name__} is sharded already; fully_shard takes a module once"
+            )
     found = _collect(modules, request.ignored)
-    owned = [p for p in found.places if p not in _CUT]
+    known = _known(modules, found.places)
+    owned = [p for p in found.places if p not in known]
     lenders: list[ModuleUnit] = []
     for parameter, places in found.places.items():
-        if parameter in _CUT:
-            unit, sharded = _CUT[parameter]
+        if parameter in known:
+            unit, sharded = known[parameter]
             sharded.places += places
             sharded.show_sharded()
             if unit not in lenders:
@@ -72,6 +79,16 @@ def shard_modules(modules: Sequence[nn.Module], request: Request) -> Sharding:
         unit.lenders = tuple(lenders)
     _move_buffers(modules, request.data.device)
     return Sharding(modules, units, request.rules, request.pool)
+
+
+def _known(
+    modules: Sequence[nn.Module], places: Iterable[nn.Parameter]
+) -> dict[nn.Parameter, tuple[ModuleUnit, ShardedParameter]]:
+    """Those that a unit owns already: shared before they were cut, or after, as DTensors."""
+    known = {p: _CUT[p] for p in places if p in _CUT}
+    for sharding in (s for module in modules for s in shardings_in(module)):
+        known |= {p.sharded: (unit, p) for unit in sharding.units for p in unit.parameters}
+    return known
 
 
 def _unit(
@@ -145,46 +162,17 @@ def _by_mesh(
 
 def _collect(modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter]) -> _Found:
     found = _Found()
-    for prefix, module in _managed(modules):
+    for prefix, module in managed(modules):
         for attribute, parameter in module._parameters.items():
             if parameter is None or parameter in ignored:
-                continue
-            if isinstance(parameter, DTensor) and getattr(parameter, "_is_cut", False):
                 continue
             found.places.setdefault(parameter, []).append(Place(module, attribute))
             found.names.setdefault(parameter, f"{prefix}.{attribute}" if prefix else attribute)
     return found
 
 
-def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose parameters this call takes: not those of an inner call."""
-    seen: set[nn.Module] = set()
-
-    def walk(prefix: str, module: nn.Module, top: bool) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen or (not top and sharding_of(module) is not None):
-            return
-        seen.add(module)
-        yield prefix, module
-        for name, child in module.named_children():
-            yield from walk(f"{prefix}.{name}" if prefix else name, child, top=False)
-
-    for module in modules:
-        if sharding_of(module) is not None:
-            raise ConfigError(
-                f"this {type(module).__name__} is sharded already; fully_shard takes a module once"
-            )
-        yield from walk("", module, top=True)
-
-
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    for _, module in _managed_now(modules):
+    for _, module in managed(modules):
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
-
-
-def _managed_now(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for module in modules:
-        for name, child in module.named_modules():
-            if child is module or sharding_of(child) is None:
-                yield name, child

@@ -72,10 +72,19 @@ class Gradients:
         return [rows for _, rows in sorted(named, key=lambda pair: pair[0])]
 
 
+def flat_numel(shapes: Sequence[torch.Size], precision: Precision) -> int:
+    """Elements of a flat buffer of gradients of these shapes, with what lies between them."""
+    return _layout(shapes, precision).nbytes // precision.master.itemsize
+
+
+def _layout(shapes: Sequence[torch.Size], precision: Precision) -> FlatLayout:
+    return FlatLayout.of([Form.plain(shape, precision.master) for shape in shapes])
+
+
 def _zeros(
     shapes: Sequence[torch.Size], axes: Axes, precision: Precision
 ) -> tuple[Tensor, list[Tensor]]:
-    layout = FlatLayout.of([Form.plain(shape, precision.master) for shape in shapes])
+    layout = _layout(shapes, precision)
     raw = layout.zeros(axes.device)
     with torch.inference_mode(False):
         return raw.view(precision.master), layout.views(raw)

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils.hooks import RemovableHandle
 
+from terashard.shard.loading import spread_plain
 from terashard.shard.module_unit import ModuleUnit, Use
 from terashard.shard.root import Root
 from terashard.shard.rules import Pool, Rules
-from terashard.shard.tree import plant
+from terashard.shard.tree import plant, shardings_in
 
 
 class Sharding:
@@ -50,11 +51,16 @@ class Sharding:
         self.is_open = False
         """Whether plain full parameters stand in the modules, for a look or a change."""
         self._to_run: set[nn.Module] = set()
+        self._depth = 0
+        """How many forward passes of the modules are running, one inside the other."""
+        self._is_entered = False
+        """Whether a forward pass has begun and not come to its end."""
         self._is_in_backward = False
         for module in modules:
             self.handles += [
                 module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
                 module.register_forward_hook(self.post_forward, prepend=False),
+                module.register_forward_hook(self.leave, always_call=True),
                 module.register_state_dict_pre_hook(self._before_state_dict),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
             ]
@@ -65,18 +71,19 @@ class Sharding:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters full; cast and watch the inputs."""
+        self._depth += 1
+        self._is_entered = True
         root = self.settled(module)
         args, kwargs = self._cast(args), self._cast(kwargs)
         if self._runs_again(root):
             if not all(unit.is_active and unit.is_there for unit in self.units):
                 self._bring(root, "backward")
             return args, kwargs
-        recomputed = _in_backward()
-        if not self._to_run:
+        if self._begins(module):
             self._to_run = set(self.modules)
-            if self.is_root and not recomputed and not root.is_in_forward:
+            recomputed = _in_backward()
+            if self.is_root and not recomputed:
                 root.begin_forward()
-                self._began = True
             self._bring(root, "backward" if recomputed else "forward")
             for following in self.forward_prefetch:
                 following.issue("forward")
@@ -87,6 +94,9 @@ class Sharding:
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Let go of the parameters, and watch the outputs."""
         root = self.settled(module)
+        if self._depth > 1:
+            return self._cast_output(output)
+        self._is_entered = False
         if self._runs_again(root):
             return self._cast_output(output)
         self._to_run.discard(module)
@@ -94,14 +104,31 @@ class Sharding:
             output = self._watch_outputs(output)
         if not self._to_run:
             self._let_go()
-        if self.is_root and getattr(self, "_began", False) and not _in_backward():
-            self._began = False
+        if self.is_root and not _in_backward():
             for other in root.shardings:
                 if other is not self and other._to_run:
                     other._to_run = set()
                     other._let_go()
             root.end_forward()
         return self._cast_output(output)
+
+    def leave(self, *_: Any) -> None:
+        """A forward pass of a module is over; if it raised, the DTensors stand there again."""
+        self._depth = max(self._depth - 1, 0)
+        if self._is_entered and self._depth == 0:
+            self._is_entered = False
+            if not _in_backward():
+                self.reshard()
+
+    def _begins(self, module: nn.Module) -> bool:
+        """Whether a pass of all modules begins with ``module``.
+
+        Not if it goes on, because other modules of the call ran before, or ``module`` calls itself
+        by another method. One of which no module came to its end was broken off.
+        """
+        if self._depth > 1:
+            return False
+        return module not in self._to_run or self._to_run == set(self.modules)
 
     def pre_backward(self) -> None:
         """A gradient of an output came: make the parameters full for the backward pass."""
@@ -162,6 +189,10 @@ class Sharding:
         return self.root
 
     # ---- pieces ---------------------------------------------------------------------------------
+
+    def forget_backward(self) -> None:
+        """Be in no backward pass: a new one begins, or one was broken off."""
+        self._is_in_backward = False
 
     def _runs_again(self, root: Root) -> bool:
         return self._is_in_backward and root.is_in_backward and _in_backward()
@@ -235,33 +266,8 @@ class Sharding:
         self.reshard()
 
     def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Plain tensors of one device load too: each rank takes its part of them."""
         self.reshard()
-        names = {child: name for name, child in module.named_modules()}
-        for unit in self.units:
-            for p in unit.parameters:
-                for place in p.places:
-                    if place.module not in names:
-                        continue
-                    inner = names[place.module]
-                    key = prefix + (f"{inner}." if inner else "") + place.attribute
-                    found = state.get(key)
-                    if found is not None:
-                        p.digest = None  # how it was built does not matter any more
-                    if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter):
-                        state[key] = p.distribute(p.own_rows(found.detach()).to(p.local.device))
-
-
-def sharding_of(module: nn.Module) -> Sharding | None:
-    """What ``fully_shard`` knows of ``module``, or None if it was not sharded itself."""
-    found: Sharding | None = module.__dict__.get("_sharding")
-    return found
-
-
-def shardings_in(module: nn.Module) -> list[Sharding]:
-    """What is sharded in the tree of ``module``, in order of registration, each once."""
-    found = (sharding_of(child) for child in module.modules())
-    return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
+        spread_plain(self.units, module, state, prefix)
 
 
 def _in_backward() -> bool:

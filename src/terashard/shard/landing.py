@@ -73,6 +73,11 @@ class Landing:
         dense = (p for p in self.parameters if not p.is_sparse)
         return bool(self._waiting) or any(p.full.grad is not None for p in dense)
 
+    @property
+    def carries(self) -> bool:
+        """Whether partial sums wait for the sum over replicas."""
+        return bool(self._partial)
+
     def collect(self) -> bool:
         """Take narrow gradients off the leaves, in float32; whether there are any gradients."""
         for p in self.parameters:

@@ -7,7 +7,7 @@ changed, in a sentence, and nobody is left waiting.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,7 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from terashard.comm.collectives import broadcast
 from terashard.errors import RunError
-from terashard.shard.hooks import shardings_in
+from terashard.shard.residence import Residence
+from terashard.shard.tree import shardings_in
 
 Ranges = tuple[slice, ...]
 """By dim, which part of a tensor."""
@@ -33,6 +34,28 @@ class InParts(Protocol):
 
     def part(self, name: str, ranges: Ranges) -> Tensor:
         """A part of one tensor."""
+
+
+def spread_plain(
+    units: Sequence[Residence], module: nn.Module, state: dict[str, Any], prefix: str
+) -> None:
+    """Put DTensors in place of what ``state`` holds in full for ``units`` inside ``module``.
+
+    So a state dict of one device loads by ``load_state_dict``: each rank takes its part of it.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    for unit in units:
+        for p in unit.parameters:
+            for place in p.places:
+                if place.module not in names:
+                    continue
+                inner = names[place.module]
+                key = prefix + (f"{inner}." if inner else "") + place.attribute
+                found = state.get(key)
+                if found is not None:
+                    p.digest = None  # how it was built does not matter any more
+                if isinstance(found, Tensor) and type(found) in (Tensor, nn.Parameter):
+                    state[key] = p.distribute(p.own_rows(found.detach()).to(p.local.device))
 
 
 def load_full(

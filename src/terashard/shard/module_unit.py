@@ -13,7 +13,7 @@ It is driven by module hooks (``hooks.py``) through the ``Root`` of its tree. Be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
@@ -68,6 +68,8 @@ class ModuleUnit(Residence):
         self.arrived: set[ShardedParameter] = set()
         """Parameters whose gradient is complete in the backward pass that is going on."""
         self.lenders: tuple[ModuleUnit, ...] = ()
+        self.on_arrival: Callable[[], object] = lambda: None
+        """Called when a gradient is complete; the root of the tree sets it."""
         self._stamp = -1
         self._moves = False
         self.landing = Landing(self.parameters, axes=axes, rules=rules, traffic=self.traffic)
@@ -213,9 +215,6 @@ class ModuleUnit(Residence):
     @property
     def _kept_device(self) -> torch.device:
         return torch.device("cpu") if self.rules.offload else self.axes.device
-
-    def on_arrival(self) -> None:
-        """Called when a gradient is complete; the root of the tree sets what happens then."""
 
     def follow_training(self) -> None:
         """Freeze or thaw the full leaves as the public parameters are."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from terashard.errors import ConfigError
 from terashard.shard.api import fully_shard
-from terashard.shard.hooks import sharding_of, shardings_in
+from terashard.shard.tree import sharding_of, shardings_in
 from terashard.units import show_bytes
 
 Choice = Callable[[str, nn.Module], bool]

@@ -2,8 +2,7 @@ r"""What the units of one tree of sharded modules share: slots, order, the end o
 
 The first module that runs forward outside any other is the root. From then on, its units
 
-* lie in slots: a unit that stays full, and one that has other units below it, in one of its own;
-  the others take turns in ``ALTERNATING`` slots, in the order in which they were registered;
+* lie in slots (``slots.py``);
 * are gathered and summed in an order on which all ranks agree (``order.py``);
 * are finished together when the backward pass ends: sums that are still owed are issued, finished,
   and put into ``.grad``.
@@ -16,22 +15,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from terashard.comm.board import Board
+from terashard.errors import RunError
 from terashard.shard.module_unit import ModuleUnit
-from terashard.shard.pool import BufferPool, Slot
 from terashard.shard.residence import UnitState
 from terashard.shard.rules import Pool
+from terashard.shard.slots import Slots
 from terashard.shard.turn import Turn
-
-ALTERNATING = 2
-"""Slots in which units take turns; one more for every unit that is gathered ahead."""
-
-_OWN = 1000
-"""Slots with greater numbers are of one unit alone."""
 
 
 class Root:
@@ -44,21 +39,21 @@ class Root:
         pool: Pool,
     ) -> None:
         self.units = tuple(units)
-        self.pool = BufferPool(units[0].axes.device) if units else BufferPool(torch.device("cpu"))
-        self.kind = pool
         self.is_in_forward = False
         self.is_in_backward = False
-        self.ahead = 0 if self.pool.device.type == "cpu" else 1
+        self.ahead = 1 if any(unit.axes.device.type != "cpu" for unit in self.units) else 0
         """Gathers that are issued before their unit's turn; on a CPU nothing hides behind them."""
         self.shardings: list[Any] = []
-        self._parents = {name for above in parents.values() for name in above}
         self._flying: deque[ModuleUnit] = deque()
         self._done: set[ModuleUnit] = set()
         self.turn = Turn(self.units, parents, _board(self.units))
         self._has_begun = False
+        self._has_waiting = False
+        """Whether gradients of earlier passes waited when the present backward pass began."""
+        above = {name for names in parents.values() for name in names}
+        self.slots = Slots(self.units, above, pool, self.turn.distance)
         for unit in self.units:
-            unit.on_arrival = self._arrival_of(unit)  # type: ignore[method-assign]
-        self._assign()
+            unit.on_arrival = partial(self._arrived, unit)
 
     # ---- parameters -----------------------------------------------------------------------------
 
@@ -84,8 +79,7 @@ class Root:
             unit = self.turn.coming(phase)
             if unit is None or unit.is_there or unit.stays:
                 return
-            holder = None if unit.is_aliased else self._holder(self._slot_for(unit))
-            if holder is not None and holder.is_active:
+            if self.slots.would_push_out(unit):
                 return
             self.bring(unit, phase, ahead=True)
 
@@ -99,79 +93,16 @@ class Root:
         self.turn.announce("gathers", unit)
         if unit.state is not UnitState.SHARDED:
             unit.drop()
-        slot = self._slot_for(unit)
-        holder = None if unit.is_aliased else self._holder(slot)
-        if holder is not None:
-            if holder.is_active and not unit.uses:
-                unit.assign(self.pool.spare())
-                slot = unit.slot
-            else:
-                holder.drop()
-        unit.gather(slot)
-
-    def _slot_for(self, unit: ModuleUnit) -> Slot:
-        """Where ``unit`` is to be gathered: its own slot, or the one that is needed last."""
-        if self.kind != "any" or unit.is_aliased:
-            return unit.slot
-        if unit in self._placed:
-            return unit.slot
-        shared = [slot for number, slot in self.pool.slots.items() if number < _OWN]
-        free = [slot for slot in shared if self._is_free(slot)]
-        if not free:
-            free = [self.pool.spare()]
-            free[0].reserve(self._longest)
-        return max(free, key=lambda slot: (self._next_use(slot), slot is unit.slot))
-
-    def _is_free(self, slot: Slot) -> bool:
-        holder = self._holder(slot)
-        return holder is None or not holder.is_active
-
-    def _next_use(self, slot: Slot) -> int:
-        holder = self._holder(slot)
-        return len(self.units) + 1 if holder is None else self.turn.distance(holder)
-
-    def _holder(self, slot: Slot) -> ModuleUnit | None:
-        if slot.holder is None:
-            return None
-        return next(unit for unit in self.units if unit.holds(slot))
-
-    def _assign(self) -> None:
-        turns = 0
-        self._longest = max((u.full_bytes for u in self.units), default=0)
-        lenders = {lender for unit in self.units for lender in unit.lenders}
-        self._placed = {u for u in self.units if u.name in self._parents or u.stays or u in lenders}
-        for unit in self.units:
-            if unit.is_assigned:  # by a root below this one: graphs may live that read its slot
-                self._placed.add(unit)
-                continue
-            if self.kind == "off":
-                slot = Slot(label=f"memory of unit {unit.name}", device=unit.axes.device)
-                slot.is_own = True
-            elif unit in self._placed:
-                slot = self._own_slot()
-            else:
-                slot, turns = self.pool.slot(turns % ALTERNATING), turns + 1
-            if self.kind == "any" and unit not in self._placed:
-                slot.reserve(self._longest)
-            unit.assign(slot, moving=self.kind == "any")
-
-    def _own_slot(self) -> Slot:
-        return self.pool.slot(_OWN + len(self.pool.slots))
-
-    def place_again(self, units: Sequence[ModuleUnit]) -> None:
-        """Rules changed: give units that are to stay full a slot of their own."""
-        for unit in units:
-            if self.kind == "static" and unit.stays and unit not in self._placed:
-                unit.drop()
-                unit.assign(self._own_slot())
-                self._placed.add(unit)
+        unit.gather(self.slots.take(unit))
 
     # ---- forward --------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """A forward pass of the whole tree begins; what an aborted pass left is cleared away."""
-        if self.is_in_backward or self.is_in_forward:
-            self.abandon()
+        if self.is_in_backward:
+            self._abandon_backward()
+        elif self.is_in_forward:
+            self._drop_all()
         for unit in self.units:
             if not unit.is_active and not unit.stays:
                 unit.drop()
@@ -206,10 +137,13 @@ class Root:
         if self.is_in_backward:
             return
         self.is_in_backward = True
+        self._has_waiting = any(unit.landing.waits or unit.landing.carries for unit in self.units)
         self.turn.begin("backward")
+        for sharding in self.shardings:
+            sharding.forget_backward()
         for unit in self.units:
             unit.arrived.clear()
-        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(_End(self))
 
     def ready(self, unit: ModuleUnit) -> None:
         """The gradient of ``unit`` is final in this backward pass, and nobody reads it any more."""
@@ -244,16 +178,41 @@ class Root:
         self._done = set()
         self.is_in_backward = False
 
-    def abandon(self) -> None:
-        """Clear away what a pass that raised left behind; its gradients are lost."""
+    def break_off(self) -> None:
+        """A backward pass raised: the DTensors stand in the modules, whatever comes next."""
         for unit in self.units:
-            unit.drop()
+            unit.holders.clear()
+            unit.hide()
+
+    def abandon(self) -> None:
+        """Clear away what a pass that raised left behind; gradients that wait are lost."""
+        self._drop_all()
+        for unit in self.units:
             unit.landing.forget()
             unit.uses.clear()
+        for sharding in self.shardings:
+            sharding.forget_backward()
         self._flying.clear()
         self._done = set()
-        self.is_in_forward = self.is_in_backward = False
+        self.is_in_backward = False
         self.turn.reset()
+
+    def _abandon_backward(self) -> None:
+        """A backward pass was broken off: what waited is mixed up with what it had made."""
+        had, self._has_waiting = self._has_waiting, False
+        self.abandon()
+        if had:
+            raise RunError(
+                "a backward pass was broken off, and gradients of earlier passes that waited for"
+                " their sum are lost with it; call zero_grad() and begin the accumulation again, or"
+                " call reset_iter_state() after a pass that raised to go on without them"
+            )
+
+    def _drop_all(self) -> None:
+        """A forward pass was broken off; gradients that wait, and graphs, are as they were."""
+        for unit in self.units:
+            unit.drop()
+        self.is_in_forward = False
 
     def _sum(self, unit: ModuleUnit) -> None:
         with self.turn.explained():
@@ -284,14 +243,26 @@ class Root:
             for unit in late:
                 unit.landing.publish(told)
 
-    def _arrival_of(self, unit: ModuleUnit):  # type: ignore[no-untyped-def]
-        def arrived() -> None:
-            if self.is_in_backward and all(
-                p in unit.arrived for p in unit.parameters if p.trainable
-            ):
-                self.ready(unit)
+    def _arrived(self, unit: ModuleUnit) -> None:
+        """A gradient of ``unit`` is complete."""
+        if self.is_in_backward and all(p in unit.arrived for p in unit.parameters if p.trainable):
+            self.ready(unit)
 
-        return arrived
+
+class _End:
+    """What autograd calls at the end of a backward pass, and drops if the pass raises."""
+
+    def __init__(self, root: Root) -> None:
+        self._root: Root | None = root
+
+    def __call__(self) -> None:
+        assert self._root is not None
+        self._root.end_backward()
+        self._root = None
+
+    def __del__(self) -> None:
+        if self._root is not None:
+            self._root.break_off()
 
 
 def _board(units: Sequence[ModuleUnit]) -> Board | None:

@@ -1,8 +1,8 @@
-"""Makes a root of the first module that runs outside any other: names, and who stands in whom."""
+"""Who stands in whom: what is sharded in a tree, whose modules are whose, and its root."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,6 +11,36 @@ from terashard.shard.root import Root
 
 if TYPE_CHECKING:
     from terashard.shard.hooks import Sharding
+
+
+def sharding_of(module: nn.Module) -> Sharding | None:
+    """What ``fully_shard`` knows of ``module``, or None if it was not sharded itself."""
+    found: Sharding | None = module.__dict__.get("_sharding")
+    return found
+
+
+def shardings_in(module: nn.Module) -> list[Sharding]:
+    """What is sharded in the tree of ``module``, in order of registration, each once."""
+    found = (sharding_of(child) for child in module.modules())
+    return list(dict.fromkeys(sharding for sharding in found if sharding is not None))
+
+
+def managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose tensors belong to one call on ``modules``: not those of an inner call.
+
+    Each once, with its name inside the one that it stands in.
+    """
+    seen: set[nn.Module] = set(modules)
+
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        yield prefix, module
+        for name, child in module.named_children():
+            if child not in seen and sharding_of(child) is None:
+                seen.add(child)
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    for module in modules:
+        yield from walk("", module)
 
 
 def plant(module: nn.Module, found: Sequence[Sharding]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from terashard.shard.hooks import Sharding, sharding_of
+from terashard.shard.hooks import Sharding
 
 
 def unborn_modules(module: nn.Module, shardings: Sequence[Sharding]) -> set[nn.Module]:
@@ -43,22 +43,6 @@ def children_first(module: nn.Module) -> Iterator[nn.Module]:
         yield one
 
     yield from walk(module)
-
-
-def own_modules(sharding: Sharding) -> dict[nn.Module, None]:
-    """The modules whose tensors belong to the units of one call, in order."""
-    found: dict[nn.Module, None] = {}
-
-    def walk(one: nn.Module) -> None:
-        if one in found or (sharding_of(one) not in (None, sharding)):
-            return
-        found[one] = None
-        for child in one.children():
-            walk(child)
-
-    for module in sharding.modules:
-        walk(module)
-    return found
 
 
 def _own(module: nn.Module) -> list[Tensor]:

@@ -16,8 +16,9 @@ from torch import nn
 
 from terashard.errors import RunError
 from terashard.schedule.actions import Over
+from terashard.schedule.traffic import UnitElements
 from terashard.shard.axes import Axes
-from terashard.shard.gradient import Gradients
+from terashard.shard.gradient import Gradients, flat_numel
 from terashard.shard.param import ShardedParameter
 from terashard.shard.precision import Precision
 from terashard.shard.reduction import Reduction
@@ -49,6 +50,17 @@ class ShardUnit(Residence):
         self.precision = precision
         self.gradients: Gradients | None = None
         self._reduction = Reduction(unit=name, axes=mesh, traffic=self.traffic)
+
+    @property
+    def elements(self) -> UnitElements:
+        """Elements of the parameters that travel."""
+        trained = [p for p in self.parameters if p.trainable]
+        return UnitElements(
+            gathered=sum(p.shape.numel() for p in self.parameters if not p.is_scalar),
+            summed=sum(p.shape.numel() for p in trained),
+            rows=flat_numel([p.local_shape for p in trained], self.precision),
+            tied=sum(p.local_shape.numel() for p in trained if p.tied_to is not None),
+        )
 
     @property
     def is_reducing(self) -> bool:

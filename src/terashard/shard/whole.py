@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from terashard.comm.collectives import add_up, broadcast
 from terashard.comm.group import Group
 from terashard.errors import ConfigError, RunError
-from terashard.shard.hooks import Sharding, sharding_of, shardings_in
+from terashard.shard.hooks import Sharding
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.param import ShardedParameter
+from terashard.shard.tree import sharding_of, shardings_in
 
 
 @contextmanager

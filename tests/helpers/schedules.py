@@ -28,18 +28,23 @@ def virtual_grids(draw: st.DrawFn) -> Grid:
 
 @st.composite
 def unit_lists(draw: st.DrawFn, grid: Grid) -> tuple[tuple[Unit, ...], ...]:
-    """Units of every stage: with or without replicas, a tie between the ends, a head."""
+    """Units of every stage: with or without replicas, a tie, a head, sums per micro-batch."""
+    each = st.booleans()
     sums: tuple[Over, ...] = draw(st.sampled_from([("shard",), ("shard", "replica")]))
     stages = [
-        [Unit(f"layers.{s}.{i}", sums) for i in range(draw(st.integers(1, 3)))]
+        [
+            Unit(f"layers.{s}.{i}", sums, each_micro=draw(each))
+            for i in range(draw(st.integers(1, 3)))
+        ]
         for s in range(grid.num_stages)
     ]
     tied = draw(st.booleans()) and grid.ranks > 1
     ends = (*sums, "tie") if tied else sums
-    stages[0][0] = Unit("embed", ends)
+    stages[0][0] = Unit("embed", ends, each_micro=draw(each))
     if tied or draw(st.booleans()):
         borrows = ("embed",) if grid.num_stages == 1 and draw(st.booleans()) else ()
-        stages[-1].append(Unit("head", ends, head=draw(st.booleans()), borrows=borrows))
+        head = draw(st.booleans())
+        stages[-1].append(Unit("head", ends, head, borrows, each_micro=draw(each)))
     return tuple(map(tuple, stages))
 
 

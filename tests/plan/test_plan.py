@@ -4,7 +4,8 @@ import pytest
 
 from terashard.config.schema import BatchConfig, ModelConfig, ParallelConfig, RunConfig
 from terashard.errors import PlanError, ScheduleError
-from terashard.plan.plan import Plan, equal_slices, plan_of, spread_layers, stage_units
+from terashard.plan.partition import equal_slices
+from terashard.plan.plan import Plan, plan_of, spread_layers, stage_units
 from terashard.schedule.actions import MicroBatch, Send
 from terashard.schedule.check import check
 from terashard.schedule.lower import fuse_pairs

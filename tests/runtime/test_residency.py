@@ -28,6 +28,8 @@ def pipeline(
     tied: bool = False,
     slices: int = 4,
     micros: int = 2,
+    reduce: str = "step",
+    precision: Precision = FLOAT64,
 ) -> Pipeline:
     spec = tiny_spec("llama", tied=tied, kv_heads=2, tokens=TOKENS)
     plan = Plan.uniform(
@@ -41,9 +43,10 @@ def pipeline(
         order=order,
         layers=spread_layers(spec.num_layers, mesh.stages),
         residency=residency,
+        reduce=reduce,
     )
     return Pipeline(
-        decoder_stages(spec, plan), plan, mesh, precision=FLOAT64, fill=Initialiser(spec, 3)
+        decoder_stages(spec, plan), plan, mesh, precision=precision, fill=Initialiser(spec, 3)
     )
 
 
@@ -95,6 +98,53 @@ def test_every_budget_gives_the_gradients_of_none(
                 torch.testing.assert_close(gradients[name], rows, rtol=1e-10, atol=1e-12)
 
     run_mesh(rank, stages=stages, shards=shards, replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("stages", "shards", "replicas", "order", "tied", "budgeted"),
+    [
+        (1, 2, 1, "fill_drain", False, True),
+        (1, 3, 1, "one_forward_one_backward", True, False),
+        (2, 2, 1, "fill_drain", True, True),
+        (2, 2, 1, "one_forward_one_backward", False, False),
+        (2, 2, 1, "one_forward_one_backward", True, True),
+        (1, 2, 2, "fill_drain", False, False),
+    ],
+)
+def test_sums_after_every_micro_batch_give_the_gradients_of_one_per_step(
+    stages: int, shards: int, replicas: int, order: str, tied: bool, budgeted: bool
+) -> None:
+    def rank(mesh: Mesh) -> None:
+        loss, expected = step(pipeline(mesh, residency=None, order=order, tied=tied, micros=3))
+        budget = budgets(mesh, tied)[1] if budgeted else None
+        made = pipeline(
+            mesh, residency=budget, order=order, tied=tied, micros=3, reduce="micro_batch"
+        )
+        found, gradients = step(made)
+        assert found == pytest.approx(loss, rel=1e-12)
+        for name, rows in expected.items():
+            torch.testing.assert_close(gradients[name], rows, rtol=1e-10, atol=1e-12)
+        before, planned = made.traffic(), made.planned_traffic
+        step(made)
+        after = made.traffic()
+        assert after.reductions - before.reductions == 2 * planned.reductions
+        assert after.reduced_bytes - before.reduced_bytes == 2 * planned.reduced_bytes
+        if not budgeted:
+            assert planned.volumes == 1 + 3, "gathered once, summed after each of three"
+
+    run_mesh(rank, stages=stages, shards=shards, replicas=replicas)
+
+
+def test_sums_after_every_micro_batch_under_bfloat16_add_up_in_float32() -> None:
+    precision = Precision(compute=torch.bfloat16, master=torch.float32)
+
+    def rank(mesh: Mesh) -> None:
+        _, expected = step(pipeline(mesh, residency=None, micros=3, precision=precision))
+        made = pipeline(mesh, residency=None, micros=3, reduce="micro_batch", precision=precision)
+        for name, rows in step(made)[1].items():
+            torch.testing.assert_close(rows, expected[name], rtol=1e-5, atol=1e-7)
+
+    run_mesh(rank, shards=2)
 
 
 @pytest.mark.parametrize(

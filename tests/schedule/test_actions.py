@@ -53,8 +53,10 @@ def test_actions_are_written_as_the_module_says():
     written = [
         *(Forward(cell), Forward(cell, 1), Backward(cell), Send(cell, 2), Send(cell, 2, True)),
         *(Receive(cell, 0), Gather(unit), Release(unit), Reduce(unit, "replica")),
+        Reduce(unit, "shard", 0),
     ]
     expected = "F1.0.2 F1.0.2/1 B1.0.2 S1.0.2>2 S1.0.2>2& R1.0.2<0 G1:3 X1:3 A1:3@replica"
+    expected += " A1:3.0@shard"
     assert " ".join(map(str, written)) == expected
 
 

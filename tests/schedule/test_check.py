@@ -268,6 +268,41 @@ def test_a_unit_has_a_name_and_sums_in_order():
             Unit("u", sums)
 
 
+def each_micro() -> Schedule:
+    """1F1B on one rank, two micro-batches of two slices, every gradient summed after each."""
+    embed = Unit("embed", ("shard", "replica"), each_micro=True)
+    units = ((embed, Unit("head", head=True, each_micro=True)),)
+    return insert_sharding(one_forward_one_backward(Grid.uniform(1, 2, 2)), units)
+
+
+@pytest.mark.parametrize(
+    ("edits", "sentence"),
+    [
+        ([("A0:0.0@shard", "")], "A0:0.0@shard is missing"),
+        ([("A0:0.1@shard", "A0:0.1@shard A0:0.1@shard")], "A0:0.1@shard is done 2 times"),
+        ([("A0:0.1@shard", "A0:0@shard")], "A0:0@shard is in the schedule, but the grid has no"),
+        ([("A0:0.1@shard", "A0:0.2@shard")], "A0:0.2@shard is in the schedule, but the grid has"),
+        (
+            [("A0:0.0@shard", ""), ("B0.0.0", "A0:0.0@shard B0.0.0")],
+            "B0.0.0 adds to the gradient of unit 0:0 after it was reduced",
+        ),
+        (
+            [("A0:0.0@shard", ""), ("A0:0@replica", "A0:0@replica A0:0.0@shard")],
+            "sums over replica before the sum over shard of micro-batch 0 is done",
+        ),
+    ],
+)
+def test_every_contribution_is_in_one_sum_of_the_micro_batches(edits, sentence):
+    check(each_micro())
+    refuses(edited(0, *edits, schedule=each_micro()), sentence)
+
+
+def test_what_a_later_micro_batch_has_added_already_may_be_summed_with_an_earlier_one():
+    # The head is fed by forward cells: those of the next micro-batch come before this one's sum.
+    both = "A0:1.0@shard A0:1.1@shard"
+    check(edited(0, ("A0:1.0@shard", ""), ("A0:1.1@shard", both), schedule=each_micro()))
+
+
 BORROWED = (Unit("embed"), Unit("layer"), Unit("head", head=True, borrows=("embed",)))
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -27,6 +28,7 @@ from terashard.schedule.lower import (
 from terashard.schedule.needs import needed
 from terashard.schedule.orders import fill_drain, one_forward_one_backward
 from terashard.schedule.schedule import Schedule, Unit
+from terashard.schedule.text import parse
 from tests.helpers.schedules import SAME_EVERY_TIME, schedules, stage_after_stage, virtual_grids
 
 UNITS = (
@@ -103,6 +105,24 @@ def test_units_are_gathered_once_and_reduced_as_soon_as_they_are_final():
         "G0:0 G0:1 G0:2 F0.0.0 F0.0.0/1 F0.0.0/2 S0.0.0>1 R0.0.0<1"
         " B0.0.0/2 X0:2 A0:2@shard B0.0.0/1 X0:1 A0:1@shard B0.0.0 X0:0 A0:0@shard A0:0@tie"
     )
+
+
+def test_sums_of_every_micro_batch_come_where_its_gradients_are_final():
+    units = tuple(tuple(replace(unit, each_micro=True) for unit in stage) for stage in UNITS)
+    bare = fill_drain(Grid.uniform(2, 2, 1))
+    assert last_backward_cuts(bare, units) == {
+        Cell(stage, micro, 0): (1, 2)[: 2 - stage] for stage in (0, 1) for micro in (0, 1)
+    }
+    schedule = insert_sharding(
+        insert_transfers(split_at_units(bare, last_backward_cuts(bare, units))), units
+    )
+    check(schedule)
+    assert words(schedule, 1) == (
+        "G1:0 G1:1 G1:2 R1.0.0<0 F1.0.0 F1.0.0/1 A1:2.0@shard R1.1.0<0 F1.1.0 F1.1.0/1 X1:2"
+        " A1:2.1@shard B1.1.0/1 A1:1.1@shard B1.1.0 S1.1.0>0 A1:0.1@shard"
+        " B1.0.0/1 X1:1 A1:1.0@shard B1.0.0 S1.0.0>0 X1:0 A1:0.0@shard A1:2@tie"
+    )
+    assert parse(schedule.text()) == schedule
 
 
 @SAME_EVERY_TIME

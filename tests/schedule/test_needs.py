@@ -23,7 +23,15 @@ from terashard.schedule.actions import (
 from terashard.schedule.check import expected
 from terashard.schedule.compile import Program, compile_schedule
 from terashard.schedule.lower import insert_transfers
-from terashard.schedule.needs import needs, reduction_before, transfers, units_fed, units_used
+from terashard.schedule.needs import (
+    needs,
+    reduction_of,
+    reductions,
+    reductions_before,
+    transfers,
+    units_fed,
+    units_used,
+)
 from terashard.schedule.schedule import Schedule, Unit
 from tests.helpers.schedules import (
     SAME_EVERY_TIME,
@@ -130,11 +138,16 @@ def test_edges_of_parameters_follow_every_unit_through_the_program(schedule):
                 case Release(unit):
                     wanted |= {(action, a) for a in before if has(schedule, a, unit, units_used)}
                 case Reduce(unit, over):
-                    sums = schedule.units[unit.stage][unit.index].reductions
-                    first = reduction_before(over, sums)
-                    feeders = {a for a in before if has(schedule, a, unit, units_fed)}
-                    wanted |= {(action, a) for a in (feeders if first is None else ())}
-                    wanted |= {(action, Reduce(unit, first))} if first is not None else set()
+                    earlier = [a for a in before if isinstance(a, Reduce) and a.unit == unit]
+                    since = before[before.index(earlier[-1]) :] if earlier else before
+                    if over == "shard":
+                        feeders = {a for a in since if has(schedule, a, unit, units_fed)}
+                        wanted |= {(action, a) for a in feeders}
+                        wanted |= {(action, a) for a in earlier[-1:]}
+                    else:
+                        first = schedule.units[unit.stage][unit.index].reductions
+                        axis = first[first.index(over) - 1]
+                        wanted |= {(action, a) for a in earlier if a.over == axis}
     assert found == wanted
 
 
@@ -217,6 +230,22 @@ def test_every_message_is_listed_with_both_its_sides_and_its_maker(grid):
 
 
 def test_shards_are_summed_before_replicas_and_replicas_before_ties():
-    sums = ("shard", "replica", "tie")
-    assert [reduction_before(over, sums) for over in sums] == [None, "shard", "replica"]
-    assert reduction_before("tie", ("shard", "tie")) == "shard"
+    units = (
+        (Unit("embed", ("shard", "replica", "tie")), Unit("layer", ("shard",), each_micro=True)),
+        (Unit("head", ("shard", "tie"), each_micro=True),),
+    )
+    schedule = Schedule.of(Grid.uniform(2, 2, 1), [[], []], units=units)
+    written = [" ".join(map(str, reductions(schedule, UnitKey(*at)))) for at in UNITS_OF_ENDS]
+    assert written == [
+        "A0:0@shard A0:0@replica A0:0@tie",
+        "A0:1.0@shard A0:1.1@shard",
+        "A1:0.0@shard A1:0.1@shard A1:0@tie",
+    ]
+    tie = Reduce(UnitKey(1, 0), "tie")
+    assert reductions_before(schedule, tie) == reductions(schedule, UnitKey(1, 0))[:2]
+    assert reductions_before(schedule, Reduce(UnitKey(0, 1), "shard", 1)) == ()
+    assert reduction_of(schedule, UnitKey(0, 0), Cell(0, 1, 0)) == Reduce(UnitKey(0, 0))
+    assert reduction_of(schedule, UnitKey(0, 1), Cell(0, 1, 0)) == Reduce(UnitKey(0, 1), "shard", 1)
+
+
+UNITS_OF_ENDS = [(0, 0), (0, 1), (1, 0)]

@@ -67,9 +67,14 @@ def test_the_text_is_what_the_module_says():
 
 
 def test_a_loan_is_written_behind_the_head():
-    lent = (Unit("embed"), Unit("norm"), Unit("head", head=True, borrows=("embed", "norm")))
+    lent = (
+        Unit("embed"),
+        Unit("norm", each_micro=True),
+        Unit("head", head=True, borrows=("embed", "norm"), each_micro=True),
+    )
     schedule = insert_sharding(fill_drain(Grid.uniform(1, 1, 1)), (lent,))
-    assert "\nunit 0:2 head shard head borrows embed norm\n" in schedule.text()
+    assert "\nunit 0:1 norm shard each\n" in schedule.text()
+    assert "\nunit 0:2 head shard each head borrows embed norm\n" in schedule.text()
     assert parse(schedule.text()).units == (lent,)
 
 

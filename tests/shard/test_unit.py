@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from terashard.comm.threads import ThreadWorld, run_threads
 from terashard.errors import RunError
+from terashard.shard.gradient import PassingGradients
 from terashard.shard.precision import Precision
 from terashard.shard.unit import UnitState
 from tests.shard.toys import (
@@ -35,6 +36,52 @@ def test_reduced_gradients_match_the_plain_model(shards: int, replicas: int, tie
         assert_same(here.reduced(), expected, 1e-12)
 
     run_threads(shards * replicas, work)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("compute", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("shards", "replicas"), [(2, 1), (3, 1), (2, 2)])
+def test_sums_after_every_micro_batch_match_and_leave_no_full_gradient(
+    shards: int, replicas: int, compute: torch.dtype, tied: bool
+) -> None:
+    """Also with a wider accumulator, 0-dim and unused parameters, and in a second step."""
+    precision = Precision(compute=compute, master=torch.float64)
+
+    def work(world: ThreadWorld, rank: int) -> None:
+        kept = Rank.of(world, rank, shards=shards, precision=precision, tied=tied)
+        here = Rank.of(world, rank, shards=shards, precision=precision, tied=tied, each_micro=True)
+        modules = [module for _, module in here.named]
+        for step in range(2):
+            x, y = batch(step)
+            x = x.to(compute)
+            here.gather()
+            for unit in here.units:
+                unit.zero_gradients()
+            for a, b in zip(here.rows(x).chunk(2), here.rows(y).chunk(2), strict=True):
+                loss_of(modules, a, b).backward()
+                for unit in reversed(here.units):
+                    unit.reduce("shard")
+                    unit.wait_issued()
+                    assert isinstance(unit.gradients, PassingGradients)
+                    assert not unit.gradients._wide
+                    assert all(p.full.grad is None for p in unit.parameters)
+            for unit in here.units:
+                unit.release()
+                unit.reduce("replica")
+                unit.wait_reduced()
+            kept.step(x, y)
+            assert_same(here.reduced(), kept.reduced(), 1e-12)
+
+    run_threads(shards * replicas, work)
+
+
+def test_no_sum_over_shards_follows_one_over_replicas() -> None:
+    here = Rank.of(ThreadWorld(2), 0, shards=2, each_micro=True)
+    unit = here.units[0]
+    unit.zero_gradients()
+    unit._reduction.done |= {"shard", "replica"}
+    with pytest.raises(RunError, match=r"reduced over 'shard' already in this step"):
+        unit.reduce("shard")
 
 
 @pytest.mark.parametrize("shards", [1, 2])

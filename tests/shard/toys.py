@@ -119,10 +119,11 @@ class Rank:
         shards: int,
         precision: Precision = FLOAT64,
         tied: bool = False,
+        each_micro: bool = False,
         slots: Mapping[str, int] | None = None,
     ) -> "Rank":
         mesh = Mesh.of_threads(world, rank, shards=shards, replicas=world.size // shards)
-        return cls.on(mesh, precision=precision, tied=tied, slots=slots)
+        return cls.on(mesh, precision=precision, tied=tied, each_micro=each_micro, slots=slots)
 
     @classmethod
     def on(
@@ -131,12 +132,14 @@ class Rank:
         *,
         precision: Precision = FLOAT64,
         tied: bool = False,
+        each_micro: bool = False,
         slots: Mapping[str, int] | None = None,
     ) -> "Rank":
         named = named_modules(tied=tied, dtype=precision.master)
-        return cls(
-            mesh, named, make_units(named, mesh=mesh, precision=precision, ties={}, slots=slots)
+        units = make_units(
+            named, mesh=mesh, precision=precision, ties={}, each_micro=each_micro, slots=slots
         )
+        return cls(mesh, named, units)
 
     def rows(self, whole: Tensor) -> Tensor:
         """This data-parallel rank's part of a batch."""

@@ -15,6 +15,7 @@ from terashard.config.schema import BatchConfig, ParallelConfig, RunConfig
 from terashard.errors import PlanError
 from terashard.files import replace_text
 from terashard.plan.lowered import lowered
+from terashard.plan.partition import partition_of
 from terashard.schedule.actions import OVERS, Grid, MicroBatch, Over
 from terashard.schedule.budget import Budget
 from terashard.schedule.orders import ORDERS, forward_only
@@ -42,6 +43,8 @@ class Plan:
     layers: tuple[tuple[int, int], ...] = ()
     residency: int | None = None
     """Bytes of full parameters that a rank may hold at once; None: its whole stage."""
+    reduce: str = "step"
+    """When gradients are summed over the shards: once per "step", or after every "micro_batch"."""
 
     def __post_init__(self) -> None:
         """Check that the parts fit together."""
@@ -63,6 +66,10 @@ class Plan:
             raise PlanError(
                 f"a residency of {self.residency} bytes holds nothing; give a positive number, or"
                 " none to hold the whole stage"
+            )
+        if self.reduce not in ("step", "micro_batch"):
+            raise PlanError(
+                f"gradients cannot be summed once per {self.reduce!r}; there are: step, micro_batch"
             )
         if self.layers:
             self._check_layers()
@@ -91,7 +98,7 @@ class Plan:
         """A plan with equal micro-batches of ``sequences`` in all, each cut into equal slices."""
         batch = BatchConfig(sequences=sequences, tokens=tokens)
         parallel = ParallelConfig(micro_batches=micro_batches, slices=(slices,))
-        return cls(partition=_partition(parallel, batch, sequences), **rest)
+        return cls(partition=partition_of(parallel, batch, sequences), **rest)
 
     @property
     def processes(self) -> int:
@@ -107,6 +114,11 @@ class Plan:
     def tokens(self) -> int:
         """Tokens of one sequence."""
         return self.partition[0].tokens
+
+    @property
+    def sums_each_micro(self) -> bool:
+        """Whether gradients are summed over shards after every micro-batch; one has no such sum."""
+        return self.reduce == "micro_batch" and self.shards > 1
 
     @property
     def grid(self) -> Grid:
@@ -186,9 +198,10 @@ def plan_of(config: RunConfig, num_layers: int) -> Plan:
         shards=parallel.shards,
         replicas=parallel.replicas,
         order=parallel.order,
-        partition=_partition(parallel, batch, batch.sequences // ranks),
+        partition=partition_of(parallel, batch, batch.sequences // ranks),
         layers=spread_layers(num_layers, parallel.stages),
         residency=parallel.residency,
+        reduce=parallel.reduce,
     )
 
 
@@ -214,10 +227,14 @@ def stage_units(spec: ModelSpec, plan: Plan) -> tuple[tuple[Unit, ...], ...]:
     names = spec.unit_names()
     sums = plan.reductions(trains=True, tied=False)
     ties = plan.reductions(trains=True, tied=spec.tied and plan.stages > 1)
-    stages = [[Unit(f"layers.{i}", sums) for i in range(*layers)] for layers in plan.layers]
-    stages[0].insert(0, Unit(names[0], ties))
+    each = plan.sums_each_micro
+    stages = [
+        [Unit(f"layers.{i}", sums, each_micro=each) for i in range(*layers)]
+        for layers in plan.layers
+    ]
+    stages[0].insert(0, Unit(names[0], ties, each_micro=each))
     lenders = (names[0],) if spec.tied and plan.stages == 1 else ()
-    stages[-1].append(Unit(names[-1], ties, head=True, borrows=lenders))
+    stages[-1].append(Unit(names[-1], ties, head=True, borrows=lenders, each_micro=each))
     return tuple(map(tuple, stages))
 
 
@@ -233,55 +250,3 @@ def unit_sizes(spec: ModelSpec, itemsize: int, *, stages: int) -> dict[str, int]
     if spec.tied and stages > 1:
         sizes["head"] += itemsize * prod(spec.unit_parameters("embed")["embed.tokens.weight"])
     return sizes
-
-
-def equal_slices(tokens: int, count: int) -> tuple[int, ...]:
-    """``tokens`` in ``count`` slices that differ by one token at most, longer ones first."""
-    if count > tokens:
-        raise PlanError(
-            f"{count} slices of a sequence of {tokens} tokens would be empty; use at most {tokens}"
-        )
-    each, rest = divmod(tokens, count)
-    return tuple(each + (i < rest) for i in range(count))
-
-
-def _partition(
-    parallel: ParallelConfig, batch: BatchConfig, sequences: int
-) -> tuple[MicroBatch, ...]:
-    """Micro-batches of the ``sequences`` of one data-parallel rank."""
-    if parallel.partition:
-        return _given_partition(parallel, batch, sequences)
-    if sequences % parallel.micro_batches:
-        raise PlanError(
-            f"{sequences} sequences per data-parallel rank cannot be cut into"
-            f" parallel.micro_batches = {parallel.micro_batches} equal micro-batches; change"
-            " batch.sequences or parallel.micro_batches"
-        )
-    one = len(parallel.slices) == 1
-    slices = equal_slices(batch.tokens, parallel.slices[0]) if one else parallel.slices
-    _check_sum("parallel.slices", slices, batch.tokens)
-    return (MicroBatch(sequences // parallel.micro_batches, slices),) * parallel.micro_batches
-
-
-def _given_partition(
-    parallel: ParallelConfig, batch: BatchConfig, sequences: int
-) -> tuple[MicroBatch, ...]:
-    micros = tuple(MicroBatch(count, slices) for count, slices in parallel.partition)
-    for micro in micros:
-        _check_sum("parallel.partition", micro.slices, batch.tokens)
-    total = sum(micro.sequences for micro in micros)
-    if total != sequences:
-        raise PlanError(
-            f"the micro-batches of parallel.partition hold {total} sequences, but every"
-            f" data-parallel rank has {sequences} (batch.sequences over shards x replicas);"
-            " change one of them"
-        )
-    return micros
-
-
-def _check_sum(key: str, slices: Sequence[int], tokens: int) -> None:
-    if sum(slices) != tokens:
-        raise PlanError(
-            f"{key}: slices {list(slices)} add up to {sum(slices)} tokens, but batch.tokens ="
-            f" {tokens}; the slices of a sequence must add up to its length"
-        )

@@ -101,6 +101,7 @@ class Pipeline:
             mesh=mesh,
             precision=self.precision,
             ties=self._ties,
+            each_micro=plan.sums_each_micro,
             places=self._places,
         )
         if fill is not None:
@@ -108,13 +109,12 @@ class Pipeline:
         require_written(self.units)
         require_equal_values(self.units, whole, self._ties, mesh)
         units = table.units(plan)
-        itemsize = self.precision.compute.itemsize
-        sizes = {name: numel * itemsize for name, numel in table.numels().items()}
+        sizes = table.sizes(self.precision.compute.itemsize)
         self._schedule = plan.schedule(units, sizes)
         self._evaluation = plan.evaluation(units, sizes)
-        device, dtype = mesh.device, self.precision.compute
         pool = None if self._places is None else self._places.pool
-        self._stage = Stage(module, index, device=device, dtype=dtype, pool=pool)
+        dtype = self.precision.compute
+        self._stage = Stage(module, index, device=mesh.device, dtype=dtype, pool=pool)
         self._worker = Worker(mesh, {index: self._stage}, {index: self.units}, self._places)
 
     @property
@@ -271,8 +271,7 @@ class Pipeline:
         device, wide = self.mesh.device, torch.float64
         packed = torch.stack([torch.as_tensor(v, dtype=wide, device=device) for v in values])
         self.mesh.world.sum(packed).wait()
-        summed: list[float] = packed.tolist()
-        return summed
+        return list(packed.tolist())
 
 
 def _module(stages: StageFactory | StageModule, index: int) -> StageModule:

@@ -74,9 +74,9 @@ class StageTable:
         """The units of every stage as a schedule sees them."""
         return tuple(tuple(self._units(index, plan)) for index in range(len(self.stages)))
 
-    def numels(self) -> dict[str, int]:
-        """Elements of every unit's own parameters."""
-        return {name: count for stage in self.stages for name, count in stage.numels.items()}
+    def sizes(self, itemsize: int) -> dict[str, int]:
+        """Bytes of every unit's own parameters when they are full."""
+        return {name: n * itemsize for stage in self.stages for name, n in stage.numels.items()}
 
     def _units(self, index: int, plan: Plan) -> Iterator[Unit]:
         stage, ties = self.stages[index], self.ties(index)
@@ -85,7 +85,8 @@ class StageTable:
             trained = {p for p, (_, trains) in parameters.items() if trains}
             reductions = plan.reductions(trains=bool(trained), tied=bool(trained & ties.keys()))
             head, borrows = stage.has_head and place == last, tuple(stage.borrows.get(name, ()))
-            yield Unit(name, reductions, head, borrows)
+            each = plan.sums_each_micro and bool(reductions)
+            yield Unit(name, reductions, head, borrows, each)
 
 
 def _belongings(

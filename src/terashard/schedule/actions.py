@@ -13,6 +13,7 @@ list of *actions*, frozen values that cannot be built wrong: a ``Gather`` has no
     R1.0.2<0    receive for cell 1.0.2 from stage 0: its input; from stage 2: its output's gradient
     G1:3  X1:3  gather, release the parameters of unit 3 of stage 1
     A1:3@shard  add up the gradients of unit 3 of stage 1 over the ranks that share it out
+    A1:3.0@shard  the same after micro-batch 0, if its gradient is summed after every one
 
 For storage and for fast reading an action is also a row of six integers: ``encode``, ``decode``.
 """
@@ -239,13 +240,18 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Sum the gradients of ``unit`` over its shards, its replicas, or the two stages of a tie."""
+    """Sum the gradients of ``unit`` over its shards, its replicas, or the two stages of a tie.
+
+    With ``micro`` it sums what has come together since the sum before, and adds that to the shard's
+    part: all of micro-batch ``micro``, and of later ones what is there already.
+    """
 
     unit: UnitKey
     over: Over = "shard"
+    micro: int | None = None
 
     def __str__(self) -> str:
-        return f"A{self.unit}@{self.over}"
+        return f"A{self.unit}" + ("" if self.micro is None else f".{self.micro}") + f"@{self.over}"
 
 
 Action: TypeAlias = Forward | Backward | Send | Receive | Gather | Release | Reduce
@@ -273,8 +279,9 @@ def encode(action: Action) -> Row:
             return GATHER, unit.stage, -1, -1, unit.index, -1
         case Release(unit):
             return RELEASE, unit.stage, -1, -1, unit.index, -1
-        case Reduce(unit, over):
-            return REDUCE, unit.stage, -1, -1, unit.index, OVERS.index(over)
+        case Reduce(unit, over, micro):
+            of = -1 if micro is None else micro
+            return REDUCE, unit.stage, of, -1, unit.index, OVERS.index(over)
 
 
 def decode(row: Row) -> Action:
@@ -293,5 +300,5 @@ def decode(row: Row) -> Action:
     if kind == RELEASE:
         return Release(UnitKey(stage, part))
     if kind == REDUCE:
-        return Reduce(UnitKey(stage, part), OVERS[peer])
+        return Reduce(UnitKey(stage, part), OVERS[peer], None if micro < 0 else micro)
     raise ScheduleError(f"{list(row)} is no action; kinds are numbered 0 to {REDUCE}")

@@ -8,7 +8,8 @@ Proved of a schedule that passes:
 2. *In order.* On every rank, an action stands behind all that it needs there.
 3. *Resident.* Parameters are full whenever they are read, gathered only when they are not full,
    released only after they were read, and all released at the end. Every contribution to a
-   gradient comes before the gradient's first sum, and sums come in their order.
+   gradient enters exactly one sum over shards: the step's, or the first one behind it where there
+   is one for every micro-batch. Sums come in their order.
 4. *Delivered.* From one rank to another, activations (and gradients) are sent in the order in
    which they are asked for; a paired send is followed by a receive from the rank it sends to.
 5. *Ending.* All ranks come to the end, under the stated assumption on sends: ``buffered`` (a send
@@ -40,7 +41,7 @@ from terashard.schedule.actions import (
     encode,
 )
 from terashard.schedule.compile import Index, Program, compile_schedule
-from terashard.schedule.needs import transfers
+from terashard.schedule.needs import reductions, transfers
 from terashard.schedule.progress import Sends, check_ends
 from terashard.schedule.schedule import Columns, Schedule
 
@@ -75,10 +76,10 @@ def expected(schedule: Schedule) -> Columns:
         for kind in kinds
     )
     sums = _rows(
-        Reduce(UnitKey(stage, index), over)
+        reduce
         for stage, units in enumerate(schedule.units if schedule.training else ())
-        for index, unit in enumerate(units)
-        for over in unit.reductions
+        for index in range(len(units))
+        for reduce in reductions(schedule, UnitKey(stage, index))
     )
     messages = transfers(schedule, cells)
     return np.concatenate([cells, messages.receives, messages.sends, sums])

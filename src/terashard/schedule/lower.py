@@ -27,7 +27,14 @@ from terashard.schedule.actions import (
 )
 from terashard.schedule.budget import Moves, Place
 from terashard.schedule.compile import Index
-from terashard.schedule.needs import transfers, units_fed, units_used
+from terashard.schedule.needs import (
+    reduction_of,
+    reductions,
+    reductions_before,
+    transfers,
+    units_fed,
+    units_used,
+)
 from terashard.schedule.schedule import Schedule, Unit
 
 
@@ -69,15 +76,22 @@ def split_at_units(schedule: Schedule, cuts: Mapping[Cell, tuple[int, ...]]) -> 
 def last_backward_cuts(
     schedule: Schedule, units: Sequence[Sequence[Unit]]
 ) -> dict[Cell, tuple[int, ...]]:
-    """Cuts that let a unit's gradient travel while the rest of the last backward cell runs."""
-    last: dict[int, Cell] = {}
+    """Cuts that let a unit's gradient travel while the rest of the last backward cell runs.
+
+    The last of the step, or of every micro-batch after which there is a sum.
+    """
+    each = {s for s, stage in enumerate(units) if any(unit.each_micro for unit in stage)}
+    last: dict[tuple[int, int], Cell] = {}
     for program in schedule:
-        last |= {
-            action.cell.stage: action.cell for action in program if isinstance(action, Backward)
-        }
-    bodies = {stage: len(units[stage]) - units[stage][-1].head for stage in last}
+        for action in program:
+            if isinstance(action, Backward):
+                cell = action.cell
+                last[cell.stage, cell.micro if cell.stage in each else -1] = cell
+    bodies = {stage: len(units[stage]) - units[stage][-1].head for stage, _ in last}
     return {
-        cell: tuple(range(1, bodies[stage])) for stage, cell in last.items() if bodies[stage] > 1
+        cell: tuple(range(1, bodies[cell.stage]))
+        for cell in last.values()
+        if bodies[cell.stage] > 1
     }
 
 
@@ -104,7 +118,7 @@ def insert_sharding(
 def _sharded(
     schedule: Schedule, program: Sequence[Action], moves: Moves | None, first: Sequence[Action]
 ) -> list[Action]:
-    used, final = _last(schedule, program, fed=False), _last(schedule, program, fed=True)
+    used, final = _last_reads(schedule, program), _last_feeds(schedule, program)
     body: list[Action] = list(first) if moves else [Gather(unit) for unit in used]
     waiting: list[Action] = []
     ties: list[Action] = []
@@ -118,9 +132,8 @@ def _sharded(
             waiting += [Release(unit) for unit, last in used.items() if last == position]
         elif isinstance(action, Forward | Backward):
             waiting += moves.behind.get(_arrived(schedule, action), ())
-        for unit in (u for u, last in final.items() if last == position):
-            for over in schedule.units[unit.stage][unit.index].reductions:
-                (ties if over == "tie" else waiting).append(Reduce(unit, over))
+        for reduce in final.get(position, ()):
+            (ties if reduce.over == "tie" else waiting).append(reduce)
     return [*body, *waiting, *ties]
 
 
@@ -133,14 +146,33 @@ def _arrived(schedule: Schedule, action: Forward | Backward) -> Place:
     return False, cell, bounds[action.segment]
 
 
-def _last(schedule: Schedule, program: Sequence[Action], *, fed: bool) -> dict[UnitKey, int]:
-    """Units that the program uses (or feeds), in order of first use, each with its last place."""
-    found: dict[UnitKey, int] = {}
+def _last_reads(schedule: Schedule, program: Sequence[Action]) -> dict[UnitKey, int]:
+    """Units that the program reads, in order of first use, each with the last place."""
+    return {
+        UnitKey(action.cell.stage, index): position
+        for position, action in enumerate(program)
+        if isinstance(action, Forward | Backward)
+        for index in units_used(schedule, action)
+    }
+
+
+def _last_feeds(schedule: Schedule, program: Sequence[Action]) -> dict[int, list[Reduce]]:
+    """By place: the sums that take up gradients that are final there, and those behind them."""
+    last: dict[Reduce, int] = {}
     for position, action in enumerate(program):
-        indices = (units_fed if fed else units_used)(schedule, action)
         if isinstance(action, Forward | Backward):
-            found |= {UnitKey(action.cell.stage, index): position for index in indices}
-    return found
+            for index in units_fed(schedule, action):
+                unit = UnitKey(action.cell.stage, index)
+                if schedule.units[unit.stage][unit.index].reductions:
+                    last[reduction_of(schedule, unit, action.cell)] = position
+    for unit in dict.fromkeys(reduce.unit for reduce in last):
+        for reduce in reductions(schedule, unit):
+            if reduce not in last:
+                last[reduce] = max(last[one] for one in reductions_before(schedule, reduce))
+    due: dict[int, list[Reduce]] = {}
+    for reduce, position in last.items():
+        due.setdefault(position, []).append(reduce)
+    return due
 
 
 def fuse_pairs(schedule: Schedule) -> Schedule:

@@ -7,7 +7,8 @@ Two kinds of need:
   program are read by the same code. ``transfers`` reads off which messages there must be.
 - *Of parameters*, which may be gathered again and again: ``units_used`` says which units an action
   reads (they must be full then), ``units_fed`` to whose gradients it adds (their ``Reduce`` must
-  come later), ``reduction_before`` which sum precedes which.
+  come later), ``reductions`` which sums there are, ``reductions_before`` which precede which, and
+  ``reduction_of`` which one takes up what a cell adds.
 
 Symbols: F(s,m,t,k) is the forward of segment k of the cell (stage s, micro-batch m, slice t), B
 its backward. With K segments and T slices::
@@ -41,7 +42,8 @@ from terashard.schedule.actions import (
     Backward,
     Cell,
     Forward,
-    Over,
+    Reduce,
+    UnitKey,
     decode,
     encode,
 )
@@ -210,10 +212,29 @@ def units_fed(schedule: Schedule, action: Action) -> tuple[int, ...]:
             return ()
 
 
-def reduction_before(over: Over, reductions: tuple[Over, ...]) -> Over | None:
-    """The sum, among those of a unit, that must be taken before the sum ``over``."""
-    place = reductions.index(over)
-    return reductions[place - 1] if place else None
+def reductions(schedule: Schedule, unit: UnitKey) -> tuple[Reduce, ...]:
+    """The sums of the gradient of ``unit``, axis after axis."""
+    described = schedule.units[unit.stage][unit.index]
+    each = range(schedule.grid.num_micros) if described.each_micro else (None,)
+    return tuple(
+        Reduce(unit, over, micro)
+        for over in described.reductions
+        for micro in (each if over == "shard" else (None,))
+    )
+
+
+def reductions_before(schedule: Schedule, reduce: Reduce) -> tuple[Reduce, ...]:
+    """The sums that ``reduce`` needs: all over the axis before. Micro-batches come as they do."""
+    overs = schedule.units[reduce.unit.stage][reduce.unit.index].reductions
+    place = overs.index(reduce.over)
+    before = overs[place - 1] if place else None
+    return tuple(one for one in reductions(schedule, reduce.unit) if one.over == before)
+
+
+def reduction_of(schedule: Schedule, unit: UnitKey, cell: Cell) -> Reduce:
+    """The sum that must not be taken before what ``cell`` adds to the gradient of ``unit``."""
+    each = schedule.units[unit.stage][unit.index].each_micro
+    return Reduce(unit, "shard", cell.micro if each else None)
 
 
 def _target(facts: Facts, row: _Row, columns: Columns) -> Columns:

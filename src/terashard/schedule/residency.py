@@ -4,11 +4,12 @@ A unit goes round as often as the program likes::
 
     sharded ── Gather ──> full ── F, B read it ──> read ── Release ──> sharded
 
-and its gradient once: contributions, then its sums in their order.
+and its gradient once: contributions, then its sums in their order. Where the sum over shards is
+taken after every micro-batch, each takes up what has come since the one before.
 
 The walk says what each action needs of the actions before it: a compute action the last ``Gather``
 of every unit that it reads, a ``Release`` all readers since then, a ``Reduce`` the sum before it
-or, if it is the first, all that contributed. Where that is not there, it refuses.
+and all contributions that it takes up. Where that is not there, it refuses.
 """
 
 from collections.abc import Iterator
@@ -18,16 +19,22 @@ from terashard.errors import ScheduleError
 from terashard.schedule.actions import (
     Action,
     Backward,
+    Cell,
     Forward,
     Gather,
-    Over,
     Receive,
     Reduce,
     Release,
     Send,
     UnitKey,
 )
-from terashard.schedule.needs import reduction_before, units_fed, units_used
+from terashard.schedule.needs import (
+    reduction_of,
+    reductions,
+    reductions_before,
+    units_fed,
+    units_used,
+)
 from terashard.schedule.schedule import Schedule
 
 Edge: TypeAlias = tuple[int, int]
@@ -54,7 +61,7 @@ class _Residency:
         self.gathered: dict[UnitKey, int] = {}
         self.readers: dict[UnitKey, list[int]] = {}
         self.feeders: dict[UnitKey, list[int]] = {}
-        self.summed: dict[UnitKey, dict[Over, int]] = {}
+        self.summed: dict[Reduce, int] = {}
         self.position, self.here = 0, ""
 
     def step(self, action: Action) -> Iterator[int]:
@@ -64,11 +71,11 @@ class _Residency:
                 self._gather(unit)
             case Release(unit):
                 yield from self._release(unit)
-            case Reduce(unit, over):
-                yield from self._reduce(unit, over)
+            case Reduce():
+                yield from self._reduce(action)
             case Forward(cell) | Backward(cell):
                 yield from self._read(action, cell.stage)
-                self._feed(action, cell.stage)
+                self._feed(action, cell)
             case Send() | Receive():
                 pass
 
@@ -85,15 +92,19 @@ class _Residency:
         del self.gathered[unit]
         return self.readers.pop(unit)
 
-    def _reduce(self, unit: UnitKey, over: Over) -> list[int]:
-        reductions = self.schedule.units[unit.stage][unit.index].reductions
-        if over not in reductions:
-            self._refuse(f"sums over {over}, which the unit's gradient does not go through")
-        before, done = reduction_before(over, reductions), self.summed.setdefault(unit, {})
-        if before is not None and before not in done:
-            self._refuse(f"sums over {over} before the sum over {before} is done")
-        done[over] = self.position
-        return self.feeders.get(unit, []) if before is None else [done[before]]
+    def _reduce(self, action: Reduce) -> Iterator[int]:
+        if action not in reductions(self.schedule, action.unit):
+            self._refuse(f"sums over {action.over}, which the unit's gradient does not go through")
+        for before in reductions_before(self.schedule, action):
+            if before not in self.summed:
+                of = "" if before.micro is None else f" of micro-batch {before.micro}"
+                first = f"the sum over {before.over}{of}"
+                self._refuse(f"sums over {action.over} before {first} is done")
+            yield self.summed[before]
+        if action.over == "shard":
+            yield from self.feeders.pop(action.unit, [])
+            self.feeders[action.unit] = [self.position]  # the next takes up what comes from here
+        self.summed[action] = self.position
 
     def _read(self, action: Action, stage: int) -> Iterator[int]:
         for unit in (UnitKey(stage, index) for index in units_used(self.schedule, action)):
@@ -102,9 +113,9 @@ class _Residency:
             self.readers.setdefault(unit, []).append(self.position)
             yield self.gathered[unit]
 
-    def _feed(self, action: Action, stage: int) -> None:
-        for unit in (UnitKey(stage, index) for index in units_fed(self.schedule, action)):
-            if unit in self.summed:
+    def _feed(self, action: Action, cell: Cell) -> None:
+        for unit in (UnitKey(cell.stage, index) for index in units_fed(self.schedule, action)):
+            if reduction_of(self.schedule, unit, cell) in self.summed:
                 self._refuse(f"adds to the gradient of unit {unit} after it was reduced")
             self.feeders.setdefault(unit, []).append(self.position)
 

@@ -29,13 +29,15 @@ class Unit:
     A head is used together with the loss: its parameters are needed, and its gradient is made, in
     forward cells only. A unit without sums is frozen: it has no gradient. ``borrows`` names earlier
     units of the same stage whose parameters this one uses as well (a head with the embedding's
-    weight): they are needed, and contributed to, whenever this one is.
+    weight): they are needed, and contributed to, whenever this one is. With ``each_micro`` the sum
+    over shards is taken after every micro-batch, not once per step.
     """
 
     name: str
     reductions: tuple[Over, ...] = ("shard",)
     head: bool = False
     borrows: tuple[str, ...] = ()
+    each_micro: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a name that is no word, and sums that cannot be taken in their order."""
@@ -51,7 +53,8 @@ class Unit:
     def words(self) -> list[str]:
         """The unit as words of text."""
         lent = ["borrows", *self.borrows] if self.borrows else []
-        return [self.name, *self.reductions, *["head"] * self.head, *lent]
+        marks = [*["each"] * self.each_micro, *["head"] * self.head]
+        return [self.name, *self.reductions, *marks, *lent]
 
 
 class Shape:

@@ -10,6 +10,7 @@ One line per fact; empty lines and lines that begin with ``#`` are skipped::
     unit 0:0 embed shard        one line per unit, once sharding is in: name, sums of its gradient
     unit 1:1 head shard head    … and `head` if it is used with the loss, in forward cells only
     unit 0:2 out shard borrows embed    … and whose parameters of the same stage it uses as well
+    unit 0:3 in shard each      … and `each` if it is summed over shards after every micro-batch
     cut 0.0.0 1                 the units at which a cell is cut into segments
     rank 0: G0:0 F0.0.0 S0.0.0>1 …
 """
@@ -42,7 +43,7 @@ _COMPUTE = re.compile(rf"([FB]){_CELL}(?:/(\d+))?")
 _SEND = re.compile(rf"S{_CELL}>(\d+)(&?)")
 _RECEIVE = re.compile(rf"R{_CELL}<(\d+)")
 _UNIT = re.compile(r"([GX])(\d+):(\d+)")
-_REDUCE = re.compile(rf"A(\d+):(\d+)@({'|'.join(OVERS)})")
+_REDUCE = re.compile(rf"A(\d+):(\d+)(?:\.(\d+))?@({'|'.join(OVERS)})")
 _TOO_LONG = re.compile(r"\d{10,}")
 _MICRO = re.compile(r"(\d+) \[(\d+(?:, *\d+)*)\]")
 
@@ -61,10 +62,11 @@ def parse_action(text: str) -> Action:
         unit = UnitKey(int(found[2]), int(found[3]))
         return Gather(unit) if found[1] == "G" else Release(unit)
     if found := _REDUCE.fullmatch(text):
-        return Reduce(UnitKey(int(found[1]), int(found[2])), cast(Over, found[3]))
+        micro = None if found[3] is None else int(found[3])
+        return Reduce(UnitKey(int(found[1]), int(found[2])), cast(Over, found[4]), micro)
     raise ScheduleError(
         f"{text!r} is no action; actions look like F1.0.2, F1.0.2/1, B1.0.2, S1.0.2>2, S1.0.2>2&,"
-        " R1.0.2<0, G1:3, X1:3, A1:3@shard"
+        " R1.0.2<0, G1:3, X1:3, A1:3@shard, A1:3.0@shard"
     )
 
 
@@ -155,8 +157,10 @@ class _Reader:
         at = words.index("borrows") if "borrows" in words else len(words)
         words, lenders = words[:at], words[at + 1 :]
         head = words[-1:] == ["head"]
-        sums = tuple(cast(list[Over], words[:-1] if head else words))
-        self.units[stage].append(Unit(name, sums, head, tuple(lenders)))
+        words = words[:-1] if head else words
+        each = words[-1:] == ["each"]
+        sums = tuple(cast(list[Over], words[:-1] if each else words))
+        self.units[stage].append(Unit(name, sums, head, tuple(lenders), each))
 
     def _cut(self, rest: str) -> None:
         place, *bounds = rest.split()

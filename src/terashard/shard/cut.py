@@ -25,6 +25,7 @@ def make_units(
     mesh: Mesh,
     precision: Precision,
     ties: Mapping[str, str],
+    each_micro: bool = False,
     slots: Mapping[str, int] | None = None,
     places: Places | None = None,
 ) -> list[ShardUnit]:
@@ -35,8 +36,8 @@ def make_units(
     non-persistent ones are allowed. Global names are ``f"{unit}.{name inside the unit}"``. ``ties``
     maps such a name to the name of the parameter, in another stage, that always equals it.
     ``slots`` says which slot of the pool a unit uses; by default each has its own. With
-    ``places`` every gather names a slot of these. Whether a
-    parameter trains is settled here, by its ``requires_grad``.
+    ``places`` every gather names a slot of these. Whether a parameter trains is settled here, by
+    its ``requires_grad``. ``each_micro``: see ``ShardUnit``.
     """
     _refuse_persistent_buffers(units)
     claims = _claim(units, mesh, precision)
@@ -44,7 +45,14 @@ def make_units(
     pool = BufferPool(mesh.device)
     made: list[ShardUnit] = []
     for index, (name, module) in enumerate(units):
-        unit = ShardUnit(name, module, claims.owned[index], mesh=mesh, precision=precision)
+        unit = ShardUnit(
+            name,
+            module,
+            claims.owned[index],
+            mesh=mesh,
+            precision=precision,
+            each_micro=each_micro,
+        )
         unit.lenders = tuple(made[owner] for owner in sorted(claims.borrowed[index]))
         if places is None:
             unit.assign(pool.slot(index if slots is None else slots[name]))

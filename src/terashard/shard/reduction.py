@@ -2,7 +2,8 @@
 
 Order: over "shard" first, which leaves this rank's rows of the sum over shards; then these rows
 over "replica", the copies of the whole pipeline, and over "tie", the other stage that uses the same
-weight. Each axis once per step: a second sum would count every contribution twice.
+weight. Each axis once per step: a second sum would count every contribution twice. Only where the
+accumulators pass (``gradient.py``) may the sum over shards come again, of what came since.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,12 @@ class Reduction:
     unit: str
     axes: Axes
     traffic: Traffic
+    each_micro: bool = False
+    """Whether the sum over shards is taken after every micro-batch."""
     done: set[Over] = field(default_factory=set)
     _works: list[Work] = field(default_factory=list)
+    _landing: Gradients | None = None
+    """Those whose sum over shards is on its way."""
 
     @property
     def is_pending(self) -> bool:
@@ -71,14 +76,18 @@ class Reduction:
         for work in self._works:
             work.wait()
         self._works.clear()
+        if self._landing is not None:
+            self._landing.landed()
+            self._landing = None
 
     def _refuse(self, over: Over) -> None:
-        if over in self.done:
+        again = self.each_micro and over == "shard" and self.done == {"shard"}
+        if over in self.done and not again:
             raise RunError(
                 f"unit {self.unit} was reduced over {over!r} already in this step; once is allowed,"
                 " because a second sum would count every contribution twice"
             )
-        if over == "shard" and self.done:
+        if over == "shard" and self.done and not again:
             raise RunError(
                 f"unit {self.unit} was reduced over {', '.join(sorted(self.done))} before 'shard';"
                 " 'shard' comes first"
@@ -93,7 +102,9 @@ class Reduction:
         group = self.axes.shard_reduce
         if group.size == 1:
             return
-        cut, scalars = gradients.pairs(scalar=False), gradients.pairs(scalar=True)
+        pairs = list(zip(gradients.parameters, gradients.take(), strict=True))
+        cut = [pair for p, pair in pairs if not p.is_scalar]
+        scalars = [pair for p, pair in pairs if p.is_scalar]
         if cut:
             full, rows = [pair[0] for pair in cut], [pair[1] for pair in cut]
             self._works.append(group.sum_scatter(full, rows))
@@ -101,6 +112,7 @@ class Reduction:
         for whole, kept in scalars:
             kept.copy_(whole)
         self._sum(group, [kept for _, kept in scalars])
+        self._landing = gradients
 
     def _over_ties(self, gradients: Gradients) -> None:
         tied, group = gradients.tied_rows(), self.axes.tie

@@ -36,6 +36,9 @@ class Sums:
         if over == "tie":
             self.settle(unit)
             unit.reduce(over)
+        elif over == "shard":
+            self.settle(unit)  # of an earlier micro-batch
+            self._issue(unit, over)
         elif any(unit in line for line in self._flying.values()):
             self._asked.setdefault(unit.name, []).append(over)
         else:

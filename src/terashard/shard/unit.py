@@ -18,7 +18,7 @@ from terashard.errors import RunError
 from terashard.schedule.actions import Over
 from terashard.schedule.traffic import UnitElements
 from terashard.shard.axes import Axes
-from terashard.shard.gradient import Gradients, flat_numel
+from terashard.shard.gradient import Gradients, KeptGradients, PassingGradients, flat_numel
 from terashard.shard.param import ShardedParameter
 from terashard.shard.precision import Precision
 from terashard.shard.reduction import Reduction
@@ -33,7 +33,8 @@ class ShardUnit(Residence):
     ``parameters`` are those that this unit owns. A module may also use parameters of an earlier
     unit (a head with the embedding's weight): ``lenders`` are these units, which must be full too
     whenever this one computes, and whose gradient is final only after this one's backward. Until a
-    slot is assigned, only ``materialise`` may be called.
+    slot is assigned, only ``materialise`` may be called. With ``each_micro`` the gradients are
+    summed over the shards after every micro-batch, and full ones live only in between.
     """
 
     def __init__(
@@ -44,12 +45,15 @@ class ShardUnit(Residence):
         *,
         mesh: Axes,
         precision: Precision,
+        each_micro: bool = False,
     ) -> None:
         super().__init__(name, module, parameters, mesh)
         self.lenders: tuple[ShardUnit, ...] = ()
         self.precision = precision
         self.gradients: Gradients | None = None
-        self._reduction = Reduction(unit=name, axes=mesh, traffic=self.traffic)
+        self._reduction = Reduction(
+            unit=name, axes=mesh, traffic=self.traffic, each_micro=each_micro
+        )
 
     @property
     def elements(self) -> UnitElements:
@@ -76,7 +80,10 @@ class ShardUnit(Residence):
         self.gradients.zero()
 
     def reduce(self, over: Over) -> None:
-        """Issue the sum of the gradients over one axis: each axis once per step, "shard" first."""
+        """Issue the sum of the gradients over one axis: each axis once per step, "shard" first.
+
+        Over "shard" again for every micro-batch, if the unit was made so.
+        """
         self._reduction.issue(self._begun(), over)
 
     def wait_issued(self) -> None:
@@ -97,7 +104,8 @@ class ShardUnit(Residence):
     def _new_gradients(self) -> Gradients:
         self._full_views()
         trainable = [p for p in self.parameters if p.trainable]
-        return Gradients(trainable, axes=self.axes, precision=self.precision)
+        kind = PassingGradients if self._reduction.each_micro else KeptGradients
+        return kind(trainable, axes=self.axes, precision=self.precision)
 
     def _begun(self) -> Gradients:
         if self.gradients is None:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from terashard.errors import RunError
 
@@ -30,18 +31,31 @@ def writing(path: Path) -> Iterator[None]:
         ) from cause
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Let ``path`` hold ``text``; if that fails, ``RunError``, and it holds what it held."""
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into, which becomes ``path`` once it is closed and on the disk.
+
+    If anything fails, ``path`` holds what it held; ``RunError`` if the system refuses it.
+    """
     beside = path.with_name(path.name + TEMPORARY)
     with writing(path):
         try:
-            write_synced(beside, text.encode())
+            with beside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
             beside.replace(path)
             sync(path.parent)
-        except OSError:
+        except BaseException:
             with suppress(OSError):
                 beside.unlink()
             raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Let ``path`` hold ``text``; if that fails, ``RunError``, and it holds what it held."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def write_synced(path: Path, data: bytes) -> None:

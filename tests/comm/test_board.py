@@ -207,3 +207,27 @@ def test_processes_meet_in_the_store_of_their_group() -> None:
         "rank 0: rank 0's own; rank 1: rank 1's own",
     )
     assert run_processes(2, meet, timeout=20.0) == [expected, expected]
+
+
+def test_a_refusal_that_was_given_up_explains_nothing_later(meeting: Maker) -> None:
+    """After an error that was caught, every other wait that broke off got its reason."""
+
+    def program(board: Board) -> Any:
+        if board.rank == 0:
+            with pytest.raises(RunError, match="old"):
+                board.refuse("old")
+        board.exchange("both have come so far", "")
+        old = board.refused()
+        board.forget()
+        board.exchange("both have forgotten", "")
+        heard = board.exchange("x", "now", heeds=True)
+        if board.rank == 1:
+            with pytest.raises(RunError, match="new"):
+                board.refuse("new")
+        board.exchange("one has refused again", "")
+        return old, heard, board.refused()
+
+    for old, heard, new in talk(meeting, program).values():
+        assert old == "rank 0 stopped: old"
+        assert heard == {0: "now", 1: "now"}
+        assert new == "rank 1 stopped: new"

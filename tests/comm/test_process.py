@@ -1,11 +1,13 @@
 """Each test starts its processes once and checks many claims in them."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from terashard.comm.collectives import CollectiveGroup, group_over
 from terashard.comm.gloo import GlooGroup
 from terashard.comm.nccl import NcclGroup
 from terashard.comm.process import explained
@@ -51,6 +53,32 @@ class _Collectives(NcclGroup):
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_collectives_meant_for_nccl_give_the_same(size: int) -> None:
     run_processes(size, _exchange_by_collectives)
+
+
+def _exchange_plainly(rank: int) -> None:
+    handle, ranks = _all()
+    exchange_everything(CollectiveGroup(handle, ranks, "all"))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_of_any_backend_give_the_same(size: int) -> None:
+    run_processes(size, _exchange_plainly)
+
+
+def _made_without_naming_a_backend(rank: int, path: str) -> str:
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{path}", rank=rank, world_size=2)
+    handle, _ = _all()
+    group = group_over(handle, "all")
+    total = torch.ones(3)
+    group.sum(total).wait()
+    assert total.tolist() == [2.0] * 3
+    return type(group).__name__
+
+
+def test_a_world_whose_backend_nobody_named_goes_the_fastest_way(tmp_path: Path) -> None:
+    found = run_processes(2, _made_without_naming_a_backend, str(tmp_path / "meet"))
+    assert found == ["GlooGroup", "GlooGroup"]
 
 
 def _fail(rank: int) -> None:

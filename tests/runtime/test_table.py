@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from terashard.comm.mesh import Mesh
-from terashard.plan.plan import Plan, stage_units
+from terashard.plan.plan import Plan, stage_units, unit_sizes
 from terashard.runtime.pipeline import Pipeline
 from terashard.runtime.table import StageCard, StageTable
 from terashard.schedule.actions import MicroBatch
@@ -75,6 +75,7 @@ def test_the_decoders_units_are_those_that_the_plan_foretells(
     build_one = decoder_stages(setting.spec, setting.plan)
     table = StageTable([StageCard.of(build_one(index)) for index in range(stages)])
     assert table.units(setting.plan) == stage_units(setting.spec, setting.plan)
+    assert table.sizes(4) == unit_sizes(setting.spec, 4, stages=stages), "a tied weight counts once"
 
 
 class _Stage(UserStage):

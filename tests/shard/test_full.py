@@ -1,6 +1,7 @@
 """A look at full parameters: where it may be taken, what it leaves behind, what it refuses."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import terashard
-from terashard.errors import RunError
+from terashard.errors import CheckpointError, RunError
 from tests.helpers.torch_threads import run_ranks
 from tests.shard.engines import Block, Net, gradients, loss_of, mesh_of, same, seeded, whole, words
 
@@ -237,3 +238,45 @@ def test_replicas_that_were_born_of_different_random_states_are_named() -> None:
 
     with pytest.raises(RunError, match=r"held different values of parameter embed\.weight"):
         run_ranks(2, program)
+
+
+class Counting(Net):
+    """Keeps something beside tensors."""
+
+    def get_extra_state(self) -> Any:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def test_what_modules_keep_beside_tensors_is_in_the_state_and_not_in_a_file(tmp_path: Path) -> None:
+    def program(rank: int) -> Any:
+        model: Any = seeded(Counting())
+        terashard.fully_shard(model, mesh=mesh_of(2))
+        found = terashard.full_state_dict(model, rank0_only=False)
+        with pytest.raises(CheckpointError, match="_extra_state is a dict, and a safetensors file"):
+            terashard.save_full(model, tmp_path / "state.safetensors")
+        return found
+
+    for found in run_ranks(2, program):
+        assert found["_extra_state"] == {"steps": 3}
+        assert found["embed.weight"].shape == (11, 6)
+
+
+def test_whatever_fails_while_a_file_is_written_all_ranks_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a full disk was thought of: others left rank 1 waiting."""
+
+    def broken(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("terashard.checkpoint.full.byte_view", broken)
+
+    def program(rank: int) -> None:
+        with pytest.raises(RunError, match="no room"):
+            terashard.save_full(sharded(2), tmp_path / "state.safetensors")
+
+    run_ranks(2, program)
+    assert not list(tmp_path.iterdir())

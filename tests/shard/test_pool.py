@@ -147,3 +147,16 @@ def test_a_slot_in_use_cannot_grow() -> None:
     slot.reserve(5)
     with pytest.raises(RunError, match="slot 3 is in use with 8 bytes, not 9"):
         slot.reserve(9)
+
+
+def test_memory_that_a_slot_gave_up_is_not_known_as_its_own() -> None:
+    """Another tensor at that address would have been noted as a part of the slot."""
+    pool = BufferPool(torch.device("cpu"))
+    slot = pool.slot(0)
+    slot.reserve(64)
+    slot.flat()
+    slot.grow(128)
+    assert list(pool.by_storage) == []
+    assert list(pool.by_storage.values()) == []
+    assert slot.flat().nbytes == 128
+    assert list(pool.by_storage.values()) == [slot]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terashard
 from terashard.errors import RunError
+from terashard.shard.landing import Landing
 from tests.helpers.processes import run_processes
 from tests.shard.engines import (
     Block,
@@ -409,3 +410,33 @@ def test_ranks_that_start_from_different_values_are_told_so() -> None:
 
     with pytest.raises(RunError, match=r"different values of parameter blocks\.2\.up\.bias"):
         run("ours", program, 2, net)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_sums_are_on_their_way_than_was_said(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue, flying = Landing.issue, []
+
+    def noted(landing: Landing) -> None:
+        issue(landing)
+        flying.append(landing)
+
+    monkeypatch.setattr(Landing, "issue", noted)
+
+    def program(here: Here) -> int:
+        model = shard(here.model, 2)
+        model.set_reduce_scatter_max_input_buffers(most)
+        found = 0
+        for step in range(2):
+            loss = loss_of(model, words(here.rank, step))
+            loss.backward()
+        root = model._sharding.root
+        for unit in root.units:
+            root._sum(unit)
+            found = max(found, len(root._flying))
+        root._land_all()
+        root.abandon()
+        return found
+
+    assert run("ours", program, 2, net) == [most, most]

@@ -9,9 +9,11 @@ CRC-32 finds damage, not forgery: it runs at gigabytes per second on one core, a
 one random change in 2^32.
 """
 
+import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,23 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
             f"tensor {name!r} has elements of {dtype}; a checkpoint holds {', '.join(DTYPES)}"
         )
     return _NAMES[dtype]
+
+
+def header(tensors: Iterable[tuple[str, str, Tensor]]) -> bytes:
+    """The head of a safetensors file of (key, name of the element type, tensor), in their order."""
+    entries: dict[str, Any] = {}
+    begin = 0
+    for key, dtype, tensor in tensors:
+        end = begin + tensor.numel() * tensor.element_size()
+        entries[key] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(entries, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def num_rows(shape: Sequence[int]) -> int:

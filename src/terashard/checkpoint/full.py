@@ -6,22 +6,17 @@ every rank takes its parts from the file.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from terashard.checkpoint.blocks import byte_view, dtype_name
+from terashard.checkpoint.blocks import byte_view, dtype_name, header
+from terashard.comm.collectives import agreed, leads
 from terashard.errors import CheckpointError, RunError
-from terashard.files import TEMPORARY, sync, writing
-from terashard.shard.loading import agreed
-from terashard.shard.whole import full_tensors
+from terashard.files import replacing
+from terashard.shard.whole import full_values
 
 
 def save_full(module: nn.Module, path: str | Path) -> None:
@@ -30,38 +25,22 @@ def save_full(module: nn.Module, path: str | Path) -> None:
     Collective. The file appears whole or not at all, and is there when any rank returns. If it
     cannot be written, all ranks raise ``RunError``.
     """
-    header = _header(module)
-    leads = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    tensors = full_tensors(module)
-    problem = None
-    if leads:
+    head = _header(module)
+    tensors = full_values(module)
+    problem, cause = None, None
+    if leads():
         try:
-            _write(Path(path), header, tensors)
-        except RunError as refused:
-            problem = str(refused)
+            with replacing(Path(path)) as file:
+                file.write(head)
+                for _, tensor in tensors:
+                    file.write(byte_view(tensor.contiguous()))
+        except Exception as error:
+            problem, cause = str(error) or type(error).__name__, error
     for _ in tensors:  # the others wait for this rank's part of what it did not write
         pass
     problem = agreed(problem)
     if problem is not None:
-        raise RunError(problem)
-
-
-def _write(target: Path, header: bytes, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    beside = target.with_name(target.name + TEMPORARY)
-    with writing(target):
-        try:
-            with beside.open("wb") as file:
-                file.write(header)
-                for _, tensor in tensors:
-                    file.write(byte_view(tensor.contiguous()))
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(target)
-            sync(target.parent)
-        except OSError:
-            with suppress(OSError):
-                beside.unlink()
-            raise
+        raise RunError(problem) from cause
 
 
 class FullFile(Mapping[str, Tensor]):
@@ -107,16 +86,11 @@ def read_full(path: str | Path) -> FullFile:
 
 
 def _header(module: nn.Module) -> bytes:
-    entries: dict[str, Any] = {}
-    begin = 0
-    for name, value in module.state_dict().items():
-        end = begin + value.numel() * value.element_size()
-        entries[name] = {
-            "dtype": dtype_name(name, value.dtype),
-            "shape": list(value.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(entries, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    state = module.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}, and a safetensors file holds tensors alone;"
+                " take full_state_dict, or torch's checkpoints"
+            )
+    return header((n, dtype_name(n, t.dtype), t) for n, t in state.items())

@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from terashard.checkpoint.blocks import (
     byte_view,
     checksum,
     dtype_name,
+    header,
     num_rows,
     split_blocks,
 )
@@ -147,7 +148,8 @@ def _write_own(folder: Path, rank: int, pieces: Sequence[Piece]) -> bytes:
     path = folder / f"rank-{rank:05d}.safetensors"
     by_width = sorted(pieces, key=lambda piece: -piece.rows.element_size())
     with path.open("wb") as file:
-        file.write(_header(by_width))
+        held = [piece for piece in by_width if num_rows(piece.rows.shape)]
+        file.write(header((piece.key, piece.dtype, piece.rows) for piece in held))
         checksums = [_write_piece(file, piece) for piece in by_width]
         file.flush()
         os.fsync(file.fileno())
@@ -157,24 +159,6 @@ def _write_own(folder: Path, rank: int, pieces: Sequence[Piece]) -> bytes:
         for piece, found in zip(by_width, checksums, strict=True)
     ]
     return json.dumps({"file": path.name, "bytes": path.stat().st_size, "parts": parts}).encode()
-
-
-def _header(pieces: Iterable[Piece]) -> bytes:
-    entries: dict[str, Any] = {}
-    begin = 0
-    for piece in pieces:
-        if num_rows(piece.rows.shape):
-            end = begin + piece.rows.numel() * piece.rows.element_size()
-            shape = list(piece.rows.shape)
-            entries[piece.key] = {
-                "dtype": piece.dtype,
-                "shape": shape,
-                "data_offsets": [begin, end],
-            }
-            begin = end
-    text = json.dumps(entries, ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _write_piece(file: BinaryIO, piece: Piece) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ class Board:
         self.ranks = tuple(ranks)
         self._store = PrefixStore(f"terashard/{name}", store)
         self._said: Counter[str] = Counter()
+        self._forgotten = 0
+        """How many refusals belong to passes that were given up."""
 
     @classmethod
     def here(cls, ranks: Sequence[int]) -> "Board":
@@ -77,12 +79,21 @@ class Board:
 
     def refuse(self, why: str) -> None:
         """Raise ``RunError``, after leaving word for ranks whose wait will break off."""
-        self._store.set("refused", f"rank {self.rank} stopped: {why}")
+        number = self._store.add("refusals", 1) - 1
+        self._store.set(f"refused/{number}", f"rank {self.rank} stopped: {why}")
         raise RunError(why)
 
     def refused(self) -> str | None:
         """Why another rank stopped, if it left word."""
-        return self._hear("refused", monotonic() + 0.2)
+        return self._hear(self._refusal, monotonic() + 0.2)
+
+    def forget(self) -> None:
+        """Let refusals of the past be none of the next pass."""
+        self._forgotten = self._store.add("refusals", 0)
+
+    @property
+    def _refusal(self) -> str:
+        return f"refused/{self._forgotten}"
 
     def _told(self, topic: str, heard: dict[int, str], patience: float) -> str:
         by_text: dict[str, list[int]] = {}
@@ -109,8 +120,8 @@ class Board:
         pause = 0.0005
         try:
             while not self._store.check([key]):
-                if heeds and self._store.check(["refused"]):
-                    raise RunError(self._store.get("refused").decode())
+                if heeds and self._store.check([self._refusal]):
+                    raise RunError(self._store.get(self._refusal).decode())
                 if monotonic() >= deadline:
                     return None
                 sleep(pause)

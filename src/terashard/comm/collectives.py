@@ -7,8 +7,10 @@ threads of one process that torch's tests use. Rows that do not divide evenly ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from terashard.comm.alone import AloneGroup
@@ -16,10 +18,10 @@ from terashard.comm.gloo import GlooGroup
 from terashard.comm.group import Group
 from terashard.comm.nccl import NcclGroup
 from terashard.comm.pieces import require_contiguous, require_rows, rows_of, sum_in_order
-from terashard.comm.process import DistributedGroup, Transfers, explained
-from terashard.comm.rows import row_range
+from terashard.comm.process import DistributedGroup, Transfers, explained, some
+from terashard.comm.rows import row_counts
 
-Maker = Callable[[dist.ProcessGroup, tuple[int, ...], str], Group]
+Maker = Callable[[dist.ProcessGroup, tuple[int, ...], str], DistributedGroup]
 
 MAKERS: dict[str, Maker] = {"gloo": GlooGroup, "nccl": NcclGroup}
 """By backend: what makes a group of it; ``CollectiveGroup`` for the others."""
@@ -33,7 +35,25 @@ def group_over(handle: dist.ProcessGroup, name: str) -> Group:
     ranks = tuple(dist.get_process_group_ranks(handle))
     if len(ranks) == 1:
         return AloneGroup(ranks[0])
-    return MAKERS.get(dist.get_backend(handle), CollectiveGroup)(handle, ranks, name)
+    return maker_of(handle)(handle, ranks, name)
+
+
+def maker_of(handle: dist.ProcessGroup) -> Maker:
+    """What makes a group of torch's ``handle``, in the fastest way of its backend."""
+    return MAKERS.get(backend_of(handle), CollectiveGroup)
+
+
+def backend_of(handle: dist.ProcessGroup) -> str:
+    """The backend that carries the tensors of ``handle``, "gloo" say.
+
+    A group that was made without naming one has several, one by kind of device.
+    """
+    named = str(dist.get_backend(handle))
+    kinds = {device.type for device in handle._device_types}
+    if named in MAKERS or not kinds:
+        return named
+    kind = "cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu"
+    return str(handle._get_backend(torch.device(kind)).name())
 
 
 def twin_of(handle: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -64,6 +84,25 @@ def add_up(tensor: Tensor, handle: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(handle)
 
 
+def leads() -> bool:
+    """Whether this process is rank 0 of all, or alone."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def agreed(problem: str | None) -> str | None:
+    """What rank 0 says of ``problem``, on all ranks."""
+    said = [problem]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def full_of(tensor: DTensor) -> Tensor:
+    """All of ``tensor``, on every rank of its mesh; all of them must ask."""
+    whole: Tensor = tensor.full_tensor()
+    return whole
+
+
 @dataclass(frozen=True, slots=True)
 class CollectiveGroup(DistributedGroup):
     """A group whose handle is of any backend."""
@@ -85,7 +124,7 @@ class CollectiveGroup(DistributedGroup):
                 padded.append((tensor, target))
             with explained(what):
                 work = dist.all_gather_single(target, own, group=self.handle, async_op=True)
-            works += [] if work is None else [work]
+            works += some(work)
 
         def finish() -> None:
             for tensor, target in padded:
@@ -101,14 +140,14 @@ class CollectiveGroup(DistributedGroup):
         parts: list[Tensor] = []
         for tensor in full:
             require_contiguous(tensor, what)
-            counts = [stop - start for start, stop in self._ranges(tensor.shape[0])]
+            counts = row_counts(tensor.shape[0], self.size)
             own = counts[self.rank]
             part = tensor.new_empty((self.size * own, *tensor.shape[1:]))
             with explained(what):
                 work = dist.all_to_all_single(
                     part, tensor.data, [own] * self.size, counts, group=self.handle, async_op=True
                 )
-            works += [] if work is None else [work]
+            works += some(work)
             parts.append(part)
 
         def finish() -> None:
@@ -127,6 +166,3 @@ class CollectiveGroup(DistributedGroup):
         mine = tensor.new_zeros((each, *tensor.shape[1:]))
         mine[: own.shape[0]].copy_(own)
         return target, mine
-
-    def _ranges(self, rows: int) -> list[tuple[int, int]]:
-        return [row_range(rows, self.size, member) for member in range(self.size)]

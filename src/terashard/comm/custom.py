@@ -14,10 +14,10 @@ from torch import Tensor
 
 from terashard.comm.group import Group, Work
 from terashard.comm.pieces import rows_of
-from terashard.comm.process import Transfers
+from terashard.comm.process import Transfers, some
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CustomGroup:
     """``inner``, but for the one exchange that ``gather`` or ``scatter`` takes over."""
 
@@ -42,7 +42,7 @@ class CustomGroup:
             work = self.gather(
                 output_tensor=whole, input_tensor=own, group=self.handle, async_op=True
             )
-            works += [] if work is None else [work]
+            works += some(work)
             pack.whole = whole
 
         def finish() -> None:
@@ -70,7 +70,7 @@ class CustomGroup:
                 op=dist.ReduceOp.SUM,
                 async_op=True,
             )
-            works += [] if work is None else [work]
+            works += some(work)
 
         def finish() -> None:
             for pack in packs:

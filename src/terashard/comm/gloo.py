@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terashard.comm.pieces import require_contiguous, require_rows, rows_of, sum_in_order
-from terashard.comm.process import DistributedGroup, Transfers, explained
+from terashard.comm.process import DistributedGroup, Transfers, explained, put
 
 PACKED_BYTES = 64 * 1024
 GATHER_TAG, SCATTER_TAG = 2**30, 2**30 + 1
@@ -43,7 +43,7 @@ class GlooGroup(DistributedGroup):
         host = buffer if buffer.is_cpu else torch.empty_like(buffer, device="cpu")
         transfers = DistributedGroup.receive(self, host, peer, tag)
         if host is not buffer:
-            transfers.finish = lambda: _put(buffer.data, host)
+            transfers.finish = lambda: put(buffer.data, host)
         return transfers
 
     def gather_rows(self, full: Sequence[Tensor]) -> Transfers:
@@ -115,7 +115,7 @@ class _Exchange:
         for pieces, buffer in self._packed:
             start = 0
             for piece in pieces:
-                _put(_bytes(piece), buffer[start : start + piece.nbytes])
+                put(_bytes(piece), buffer[start : start + piece.nbytes])
                 start += piece.nbytes
 
     def _post(
@@ -140,7 +140,3 @@ def _split(pieces: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def _bytes(piece: Tensor) -> Tensor:
     return piece.view(-1).view(torch.uint8)
-
-
-def _put(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)

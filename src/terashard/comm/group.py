@@ -1,8 +1,9 @@
 """What shard, runtime and train ask of communication, whoever carries it.
 
-A ``Group`` is a fixed, ordered set of members. Two implementations: threads of one process
-(``threads.py``, for tests and examples) and processes over ``torch.distributed`` (``process.py``).
-Nothing above this floor calls ``torch.distributed``'s communication itself.
+A ``Group`` is a fixed, ordered set of members: threads of one process (``threads.py``, for tests
+and examples), processes over ``torch.distributed`` (``process.py``; by backend ``gloo.py``,
+``nccl.py``, ``collectives.py``), one alone. Above this floor nothing calls the communication of
+``torch.distributed`` itself; DTensors, which redistribute themselves, are the exception.
 
 Sends are *buffered*: ``send`` returns at once, and the tensor must stay unchanged until its
 ``Work`` was waited for. Collectives of one group must be issued in the same order by all members.

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from terashard.comm.gloo import GlooGroup
+from terashard.comm.collectives import maker_of
 from terashard.comm.layout import GROUPS, Layout
-from terashard.comm.nccl import NcclGroup
 from terashard.comm.process import DistributedGroup, explained
 
 
@@ -35,8 +34,7 @@ class Communicators:
     def group(self, name: str, ranks: tuple[int, ...]) -> DistributedGroup:
         """The group ``name``, whose members are the global ``ranks``."""
         handle = self.handles[name]
-        kind = NcclGroup if dist.get_backend(handle) == "nccl" else GlooGroup
-        return kind(handle, ranks, name)
+        return maker_of(handle)(handle, ranks, name)
 
     def device_mesh(self) -> DeviceMesh:
         """All ranks as a mesh of ("replica", "stage", "shard"), on the same process groups."""

@@ -26,8 +26,8 @@ from terashard.comm.pieces import (
     sum_in_order,
     wide_dtype,
 )
-from terashard.comm.process import DistributedGroup, Transfers, explained
-from terashard.comm.rows import row_range
+from terashard.comm.process import DistributedGroup, Transfers, explained, some
+from terashard.comm.rows import row_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +91,13 @@ class NcclGroup(DistributedGroup):
 
     def _parts(self, whole: Tensor) -> tuple[Sequence[Tensor], list[dist.Work]]:
         """Every member's version of this member's rows, by position, once the works are done."""
-        counts = [stop - start for start, stop in self._ranges(whole.shape[0])]
+        counts = row_counts(whole.shape[0], self.size)
         own = counts[self.rank]
         parts = whole.new_empty((self.size * own, *whole.shape[1:]))
         work = dist.all_to_all_single(
             parts, whole.data, [own] * self.size, counts, group=self.handle, async_op=True
         )
-        return parts.view(self.size, own, *whole.shape[1:]).unbind(0), [] if work is None else [
-            work
-        ]
-
-    def _ranges(self, rows: int) -> list[tuple[int, int]]:
-        return [row_range(rows, self.size, member) for member in range(self.size)]
+        return parts.view(self.size, own, *whole.shape[1:]).unbind(0), some(work)
 
     def _coalesced(
         self, call: Callable[..., object], calls: list[tuple[Tensor, Tensor]]

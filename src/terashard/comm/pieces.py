@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from terashard.comm.rows import row_range
 from terashard.errors import CommunicationError
@@ -84,3 +85,8 @@ def require_rows(full: Sequence[Tensor], rows: Sequence[Tensor], members: int, m
                 f"sum_scatter: of a {tuple(whole.shape)} tensor, member {member} of {members} holds"
                 f" rows of shape {tuple(wanted)}, but the result has shape {tuple(part.shape)}"
             )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; a plain tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

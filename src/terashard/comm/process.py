@@ -101,8 +101,8 @@ class DistributedGroup(ABC):
         wide = tensor.data.to(wide_dtype(tensor.dtype))  # the tensor itself if it is wide enough
         with explained(what):
             work = dist.all_reduce(wide, group=self.handle, async_op=True)
-        finish = None if wide.dtype == tensor.dtype else (lambda: _copy(wide, tensor.data))
-        return Transfers(what, _some(work), finish, [wide])
+        finish = None if wide.dtype == tensor.dtype else (lambda: put(tensor.data, wide))
+        return Transfers(what, some(work), finish, [wide])
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """See ``Group.gather_bytes``."""
@@ -130,7 +130,7 @@ class DistributedGroup(ABC):
         side = "group_dst" if call is dist.isend else "group_src"
         with explained(what):
             work = call(tensor, group=self.handle, tag=tag, **{side: peer})
-        return Transfers(what, _some(work), kept=[tensor])
+        return Transfers(what, some(work), kept=[tensor])
 
     def _check_message(self, tensor: Tensor, peer: int, what: str, tag: int) -> str:
         require_peer(peer, self.rank, self.size, self.where(what))
@@ -139,11 +139,13 @@ class DistributedGroup(ABC):
         return who
 
 
-def _some(work: dist.Work | None) -> list[dist.Work]:
+def some(work: dist.Work | None) -> list[dist.Work]:
+    """``work`` as a list; torch gives None to a rank that has no part in it."""
     return [] if work is None else [work]
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
+def put(target: Tensor, source: Tensor) -> None:
+    """Copy ``source`` into ``target``."""
     target.copy_(source)
 
 

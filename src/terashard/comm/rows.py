@@ -10,3 +10,9 @@ def row_range(rows: int, members: int, member: int) -> tuple[int, int]:
     chunk = -(-rows // members)
     start = min(member * chunk, rows)
     return start, min(start + chunk, rows)
+
+
+def row_counts(rows: int, members: int) -> list[int]:
+    """How many of ``rows`` every member holds."""
+    ranges = (row_range(rows, members, member) for member in range(members))
+    return [stop - start for start, stop in ranges]

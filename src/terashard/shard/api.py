@@ -89,7 +89,6 @@ def fully_shard(
         pool=pool,
         placement=shard_placement_fn,
         ignored=frozenset(ignored_params or ()),
-        smaller=data.smaller(reshard) if type(reshard) is int else None,
     )
     sharding = shard_modules(modules, request)
     for one in modules:
@@ -103,18 +102,27 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Does nothing for a module that is not sharded, so that a program can say it in any case.
     """
-    sharding = sharding_of(module)
-    if sharding is None:
+    if sharding_of(module) is None:
         return
     if not hasattr(module, method_name):
-        raise ValueError(f"{type(module).__name__} does not have a method {method_name}")
+        raise ValueError(
+            f"{type(module).__name__} does not have a method {method_name}; name one of its own"
+        )
     plain = getattr(module, method_name)
+    function = getattr(plain, "__func__", None)
 
     @functools.wraps(plain)
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A copy of the module is another self, and not sharded.
+        run = plain if function is None else MethodType(function, self)
+        sharding = sharding_of(self)
+        if sharding is None:
+            return run(*args, **kwargs)
         try:
             args, kwargs = sharding.pre_forward(self, args, kwargs)
-            return sharding.post_forward(self, args, plain(*args, **kwargs))
+            with sharding.notes(self):
+                output = run(*args, **kwargs)
+            return sharding.post_forward(self, args, output)
         finally:
             sharding.leave()
 
@@ -122,7 +130,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[ShardedModule]) -> None:
-    """Let several roots (stages of a pipeline on one rank) share what their gathers wait for."""
+    """Accept torch's wish that several roots share streams; gathers wait for nothing else here."""
     for module in modules:
         if not isinstance(module, ShardedModule):
             raise ValueError(f"expects a list of sharded modules, but got {type(module).__name__}")
@@ -134,7 +142,8 @@ def _require_module(module: nn.Module) -> None:
         and type(module).forward is nn.Module.forward
     ):
         raise ValueError(
-            f"fully_shard does not support containers that do not implement forward: {module}"
+            "fully_shard does not support containers that do not implement forward, such as this"
+            f" {type(module).__name__} of {len(module)}; shard its members, or give them as a list"
         )
 
 
@@ -154,7 +163,10 @@ def _checked_reshard(wanted: Any, data: DataMesh) -> bool | int | None:
             f" reshard to, not {wanted!r}"
         )
     if data.dims is not None:
-        raise NotImplementedError("reshard_after_forward as an int needs a mesh of data axes only")
+        raise NotImplementedError(
+            f"reshard_after_forward = {wanted} needs a mesh of data axes only, without"
+            " dp_mesh_dims; give True or False"
+        )
     if wanted < 1 or data.shards % wanted:
         raise ValueError(
             f"reshard_after_forward as an int should be a factor of {data.shards}, not {wanted}"

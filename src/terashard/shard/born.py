@@ -15,9 +15,11 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Placement
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from terashard.comm.group import Group
+from terashard.comm.pieces import local_part
 from terashard.errors import ConfigError
 from terashard.shard.division import divide
 from terashard.shard.hooks import Sharding
@@ -41,8 +43,6 @@ class Request:
     pool: Pool
     placement: Callable[[nn.Parameter], Any] | None
     ignored: frozenset[nn.Parameter]
-    smaller: DataMesh | None = None
-    """The groups in which parameters are cut after forward, if they are smaller ones."""
 
 
 @dataclass(slots=True)
@@ -122,18 +122,29 @@ def _unit(
     unit = ModuleUnit(
         type(module).__name__, module, described, axes=axes, ranks=data.ranks, rules=request.rules
     )
-    if request.smaller is not None:
-        unit.smaller = request.smaller.axes()
+    if type(request.rules.reshard_after_forward) is int:
+        unit.smaller = _smaller(data, request.rules.reshard_after_forward, unit)
     for (parameter, _), sharded in zip(parameters, described, strict=True):
         _CUT[parameter] = (unit, sharded)
         replaced(parameter, sharded.name)
     return unit
 
 
+def _smaller(data: DataMesh, count: int, unit: ModuleUnit) -> Group | None:
+    """The ``count`` ranks over which ``unit`` is cut after forward."""
+    if data.shards == 1:
+        return None
+    if data.shards % count:
+        raise ConfigError(
+            f"reshard_after_forward = {count} should divide the {data.shards} ranks over which"
+            f" parameter {unit.parameters[0].name} is cut"
+        )
+    return data.smaller(count)
+
+
 def digest_of(parameter: Tensor) -> int:
     """A checksum of the values, the same on all ranks that hold the same ones."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    plain = local.detach().contiguous().cpu().reshape(-1)
+    plain = local_part(parameter).detach().contiguous().cpu().reshape(-1)
     return crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0
 
 
@@ -141,14 +152,15 @@ def _by_mesh(
     parameters: Sequence[nn.Parameter], request: Request
 ) -> dict[DataMesh, list[tuple[nn.Parameter, Placement | None]]]:
     grouped: dict[DataMesh, list[tuple[nn.Parameter, Placement | None]]] = {request.data: []}
-    meshes: dict[int, DataMesh] = {}
+    meshes: dict[tuple[Any, ...], DataMesh] = {}
     for parameter in parameters:
         placement = None if request.placement is None else request.placement(parameter)
         data = request.data
         info = getattr(placement, "mesh_info", None)
         if info is not None:
             placement = getattr(placement, "placement", None)
-            data = meshes.setdefault(id(info), DataMesh.of_info(info, request.data))
+            key = (info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+            data = meshes.setdefault(key, DataMesh.of_info(info, request.data))
         if placement is not None and not isinstance(placement, Placement):
             raise ValueError(
                 f"shard_placement_fn returned {placement!r}; it may return Shard(dim), Replicate(),"

@@ -31,13 +31,9 @@ class Counts:
         used: dict[ShardedParameter, bool] = {}
         late: set[ModuleUnit] = set()
         for groups, members in _by_groups(units).items():
-            parameters = [p for unit in members for p in unit.parameters if p.trainable]
-            told = [
-                float(p in unit.landing.present and unit.landing.present[p])
-                for unit in members
-                for p in unit.parameters
-                if p.trainable
-            ]
+            summed = [(unit, p) for unit in members for p in unit.landing.summed]
+            parameters = [p for _, p in summed]
+            told = [float(unit.landing.present.get(p, False)) for unit, p in summed]
             told += [float(unit.landing.waits) for unit in members]
             vector = torch.tensor(told, device=members[0].axes.device)
             for group in groups:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from terashard.comm.pieces import local_part
 from terashard.errors import ConfigError
 from terashard.shard.axes import DataAxes
 from terashard.shard.flat import Form
@@ -38,8 +39,7 @@ def divide(
     name: str, parameter: nn.Parameter, data: DataMesh, axes: DataAxes, placement: Placement | None
 ) -> Division:
     """How ``parameter`` is cut over ``data``; ``placement``: Shard, Replicate, or None for rows."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    form = Form.like(local.detach())
+    form = Form.like(local_part(parameter).detach())
     placement = _settled(name, form, placement, axes)
     dim = placement.dim if isinstance(placement, Shard) else None
     cut = Cut(dim, axes.shards, axes.shard)

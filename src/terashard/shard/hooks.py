@@ -18,16 +18,19 @@ backward then stays as it is; any other goes through a forward pass as usual.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.utils import _apply_to_tensors
 from torch.utils.hooks import RemovableHandle
 
+from terashard.shard.leaves import Use
 from terashard.shard.loading import spread_plain
-from terashard.shard.module_unit import ModuleUnit, Use
+from terashard.shard.module_unit import ModuleUnit
+from terashard.shard.moving import noting
+from terashard.shard.nested import cast_floats, map_tensors, tensors_in
+from terashard.shard.residence import UnitState
 from terashard.shard.root import Root
 from terashard.shard.rules import Pool, Rules
 from terashard.shard.tree import plant, shardings_in
@@ -51,6 +54,8 @@ class Sharding:
         self.is_open = False
         """Whether plain full parameters stand in the modules, for a look or a change."""
         self._to_run: set[nn.Module] = set()
+        self._begun: dict[nn.Module, Use] = {}
+        """Passes of modules that run now, if gradients are wanted."""
         self._depth = 0
         """How many forward passes of the modules are running, one inside the other."""
         self._is_entered = False
@@ -84,11 +89,14 @@ class Sharding:
             recomputed = _in_backward()
             if self.is_root and not recomputed:
                 root.begin_forward()
+            elif not root.is_in_forward and not recomputed:
+                root.let_go(self.units)
             self._bring(root, "backward" if recomputed else "forward")
             for following in self.forward_prefetch:
                 following.issue("forward")
         if torch.is_grad_enabled():
-            self._watch_inputs((args, kwargs))
+            use = self._begun[module] = self._begun.get(module) or self._use()
+            self._watch_inputs((args, kwargs), use)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -101,7 +109,8 @@ class Sharding:
             return self._cast_output(output)
         self._to_run.discard(module)
         if torch.is_grad_enabled():
-            output = self._watch_outputs(output)
+            use = self._begun.pop(module) if module in self._begun else self._use()
+            output = self._watch_outputs(output, use)
         if not self._to_run:
             self._let_go()
         if self.is_root and not _in_backward():
@@ -115,10 +124,12 @@ class Sharding:
     def leave(self, *_: Any) -> None:
         """A forward pass of a module is over; if it raised, the DTensors stand there again."""
         self._depth = max(self._depth - 1, 0)
+        if self._depth == 0:
+            self._begun.clear()
         if self._is_entered and self._depth == 0:
             self._is_entered = False
             if not _in_backward():
-                self.reshard()
+                self._retreat()
 
     def _begins(self, module: nn.Module) -> bool:
         """Whether a pass of all modules begins with ``module``.
@@ -154,6 +165,10 @@ class Sharding:
             if not unit.uses:
                 root.ready(unit)
 
+    def notes(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """What a forward pass of ``module`` must run under."""
+        return noting(self.settled(module).slots.pool) if self.pool == "any" else nullcontext()
+
     # ---- by hand --------------------------------------------------------------------------------
 
     def issue(self, phase: str = "alone") -> None:
@@ -188,6 +203,13 @@ class Sharding:
         assert self.root is not None
         return self.root
 
+    def _retreat(self) -> None:
+        """A pass was broken off: let go, and wait for nothing that may never come."""
+        for unit in self.units:
+            unit.hide()
+            if unit.state is not UnitState.GATHERING:
+                unit.drop()
+
     # ---- pieces ---------------------------------------------------------------------------------
 
     def forget_backward(self) -> None:
@@ -212,17 +234,16 @@ class Sharding:
             if torch.is_grad_enabled():
                 unit.shrink()
 
-    def _watch_inputs(self, inputs: Any) -> None:
-        watched = [t for t in _tensors(inputs) if t.requires_grad and t.grad_fn is not None]
-        if not watched:
-            return
-        use = self._use()
-        left = len(watched)
+    def _watch_inputs(self, inputs: Any, use: Use) -> None:
+        """Be told when the gradients of all inputs are computed."""
+        watched = [t for t in tensors_in(inputs) if t.requires_grad and t.grad_fn is not None]
+        left = count = len(watched)
 
         def computed(_: Tensor) -> None:
             nonlocal left
             left -= 1
             if left == 0:
+                left = count  # a graph that is retained may be run again
                 for unit in self.units:
                     for one in (unit, *unit.lenders):
                         one.uses.discard(use)
@@ -231,8 +252,9 @@ class Sharding:
         for tensor in watched:
             tensor.register_hook(computed)  # type: ignore[no-untyped-call]
 
-    def _watch_outputs(self, output: Any) -> Any:
+    def _watch_outputs(self, output: Any, use: Use) -> Any:
         def came(_: Any) -> None:
+            use.is_reached = True
             self.pre_backward()
 
         def watch(tensor: Tensor) -> Tensor:
@@ -243,7 +265,7 @@ class Sharding:
                     node.register_prehook(came)
             return tensor
 
-        return _apply_to_tensors(watch, output)
+        return map_tensors(watch, output)
 
     def _use(self) -> Use:
         use = Use()
@@ -256,11 +278,11 @@ class Sharding:
         wanted = self.rules.precision.param_dtype
         if wanted is None or not self.rules.precision.cast_forward_inputs:
             return inputs
-        return _apply_to_tensors(partial(_to, wanted), inputs)
+        return cast_floats(inputs, wanted)
 
     def _cast_output(self, output: Any) -> Any:
         wanted = self.rules.precision.output_dtype
-        return output if wanted is None else _apply_to_tensors(partial(_to, wanted), output)
+        return output if wanted is None else cast_floats(output, wanted)
 
     def _before_state_dict(self, *_: Any) -> None:
         self.reshard()
@@ -272,18 +294,3 @@ class Sharding:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _apply_to_tensors(note, tree)
-    return found
-
-
-def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -6,14 +6,15 @@ r"""Gradients of a unit that is sharded by itself, from where autograd leaves th
                   (no sum yet: they add up)                     └─> partial, for the next sum
     rows / divisor ──publish──> sharded.grad, or added to it
 
-Autograd leaves a full gradient on the full leaf and adds the next one to it in place. Formats
-narrower than float32 are added up in float32 apart. Every rank takes part in every sum, with zeros
+Autograd leaves a full gradient on the full leaf and adds the next one to it in place. Where no sum
+follows, formats narrower than float32 are added up in float32 apart, backward pass by backward
+pass; uses within one pass add up in the leaf's own. Every rank takes part in every sum, with zeros
 where it has no gradient; a parameter for which no rank had one gets no gradient, as in one process.
 
 The rows of the sum are views of a flat buffer that is used again once nobody holds them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -58,8 +59,9 @@ class Landing:
         self.present: dict[ShardedParameter, bool] = {}
         """By parameter of the sum that is on its way: whether this rank had a gradient."""
         self._carried: set[ShardedParameter] = set()
+        self._owed: set[ShardedParameter] = set()
+        """Parameters that were trained since the last sum over all ranks, frozen now or not."""
         self._works: list[Work] = []
-        self._then: list[Callable[[], None]] = []
         self._buffers = _Buffers()
 
     @property
@@ -73,14 +75,25 @@ class Landing:
         dense = (p for p in self.parameters if not p.is_sparse)
         return bool(self._waiting) or any(p.full.grad is not None for p in dense)
 
+    def owes(self, p: ShardedParameter) -> bool:
+        """Whether a gradient of ``p`` may wait for a sum, on some rank."""
+        return p in self._owed
+
+    @property
+    def summed(self) -> list[ShardedParameter]:
+        """The parameters that take part in the next sum, the same on all ranks."""
+        return [p for p in self.parameters if p.trainable or p in self._owed]
+
     @property
     def carries(self) -> bool:
         """Whether partial sums wait for the sum over replicas."""
         return bool(self._partial)
 
     def collect(self) -> bool:
-        """Take narrow gradients off the leaves, in float32; whether there are any gradients."""
+        """Take gradients off the leaves if they wait in another format; whether there are any."""
         for p in self.parameters:
+            if p.trainable:
+                self._owed.add(p)
             gradient = p.full.grad
             if gradient is None or gradient.is_sparse:
                 continue
@@ -101,20 +114,18 @@ class Landing:
             work.wait()
         for store in (self._waiting, self._partial, self._summed, self.present):
             store.clear()
-        self._works, self._then, self._carried = [], [], set()
+        self._works, self._carried, self._owed = [], set(), set()
         for p in self.parameters:
             p.full.grad = None
 
     def issue(self) -> None:
         """Issue the sum over the shards of all gradients that wait, and let go of them."""
-        trainable = [p for p in self.parameters if p.trainable and not p.is_sparse]
-        gradients = {p: self._taken(p) for p in trainable}
+        summed = [p for p in self.summed if not p.is_sparse]
+        gradients = {p: self._taken(p) for p in summed}
         self.present = {p: g is not None or p in self._carried for p, g in gradients.items()}
-        layout = FlatLayout.of(
-            [p.cut.part(p.form).cast(wide_dtype(p.form.dtype)) for p in trainable]
-        )
+        layout = FlatLayout.of([p.cut.part(p.form).cast(wide_dtype(p.form.dtype)) for p in summed])
         rows = self._buffers.views(layout, self.axes.device)
-        self._summed = dict(zip(trainable, rows, strict=True))
+        self._summed = dict(zip(summed, rows, strict=True))
         self._traffic.reductions += 1
         self._over_shards(gradients)
 
@@ -147,18 +158,19 @@ class Landing:
         for p, row in summed.items():
             if self._was_used(p, told):
                 self._put(p, row)
-        self.present, self._carried = {}, set()
+        self.present, self._carried, self._owed = {}, set(), set()
 
     def exchange_sparse(self) -> None:
         """Sum the gradients that are lists of rows, and put them into ``.grad``."""
         for p in self.parameters:
-            if not (p.is_sparse and p.trainable and self._rules.sums):
+            if not (p.is_sparse and self._rules.sums and (p.trainable or p in self._owed)):
                 continue
             gradient, p.full.grad = p.full.grad, None
             if gradient is not None and not gradient.is_sparse:
                 gradient = gradient.to_sparse(1)
-            rows, values = exchange_rows(gradient, p.shape, p.local, self.axes.shard_reduce)
-            dense = torch.zeros_like(p.local, requires_grad=False).index_add_(0, rows, values)
+            dense = torch.zeros(p.local.shape, dtype=p.local.dtype, device=self.axes.device)
+            rows, values = exchange_rows(gradient, p.shape, dense, self.axes.shard_reduce)
+            dense.index_add_(0, rows, values)
             touched = torch.zeros(len(dense), device=dense.device)
             touched[rows] = 1
             for tensor in (dense, touched):
@@ -169,7 +181,8 @@ class Landing:
                 group.sum(had).wait()
             if had > 0:
                 divisor = self._rules.divisor or self.axes.shards * self.axes.replicas
-                touch(p.sharded, touched.nonzero()[:, 0], anew=p.sharded.grad is None)
+                rows = touched.nonzero()[:, 0].to(p.local.device)
+                touch(p.sharded, rows, anew=p.sharded.grad is None)
                 self._put(p, dense.div_(divisor))
             self._traffic.reduced_bytes += values.nbytes
 
@@ -226,8 +239,6 @@ class Landing:
                 continue
             full.append(self._travelling(p, gradient))
             rows.append(p.as_rows(row))
-            if not p.is_in_place:
-                self._then.append(_copier(row, p.at_home(rows[-1])))
         if full:
             self._works.append(group.sum_scatter(full, rows))
             self._traffic.reduced_bytes += sum(tensor.nbytes for tensor in full)
@@ -241,9 +252,7 @@ class Landing:
     def _finish_works(self) -> None:
         for work in self._works:
             work.wait()
-        for then in self._then:
-            then()
-        self._works, self._then = [], []
+        self._works = []
 
 
 class _Buffers:
@@ -266,10 +275,3 @@ class _Buffers:
 def _holders(flat: Tensor) -> int:
     """How many tensors lie over the memory of ``flat``."""
     return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))
-
-
-def _copier(target: Tensor, source: Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        target.copy_(source)
-
-    return copy

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from terashard.comm.collectives import broadcast
+from terashard.comm.collectives import agreed, broadcast, leads
 from terashard.errors import RunError
 from terashard.shard.residence import Residence
 from terashard.shard.tree import shardings_in
@@ -68,7 +67,7 @@ def load_full(
     module's, or all ranks raise ``RunError`` and nothing has changed.
     """
     wanted = module.state_dict(keep_vars=True)
-    reads = _is_first() or not from_rank_0
+    reads = leads() or not from_rank_0
     problem = _misfit(wanted, state) if reads else None
     if from_rank_0:
         problem = agreed(problem)
@@ -88,18 +87,6 @@ def load_full(
         for p in unit.parameters:
             p.written, p.digest = True, None
         unit.rewritten()
-
-
-def agreed(problem: str | None) -> str | None:
-    """What rank 0 says of ``problem``, on all ranks."""
-    said = [problem]
-    if dist.is_initialized():
-        dist.broadcast_object_list(said, src=0)
-    return said[0]
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _misfit(wanted: Mapping[str, Tensor], state: Mapping[str, Tensor] | None) -> str | None:

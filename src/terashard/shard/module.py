@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from terashard.errors import ConfigError
 from terashard.shard.hooks import Sharding
-from terashard.shard.moving import noting
 from terashard.shard.tree import sharding_of, shardings_in
 
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
@@ -96,8 +95,6 @@ class ShardedModule(nn.Module):
         for sharding in self._all(recurse):
             sharding.rules.reshard_after_forward = reshard_after_forward
             sharding.rules.is_default = False
-            if sharding.root is not None:
-                sharding.root.slots.set_apart(sharding.units)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -105,8 +102,6 @@ class ShardedModule(nn.Module):
         """Say whether parameters are let go of after backward."""
         for sharding in self._all(recurse):
             sharding.rules.reshard_after_backward = reshard_after_backward
-            if sharding.root is not None:
-                sharding.root.slots.set_apart(sharding.units)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward needs this module's parameters (an embedding's does not)."""
@@ -253,7 +248,7 @@ class MovingModule(ShardedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward; autograd keeps notes of its parameters, not views."""
-        with noting(self._own.settled(self).slots.pool):
+        with self._own.notes(self):
             return super().forward(*args, **kwargs)
 
 

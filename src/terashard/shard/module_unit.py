@@ -29,16 +29,11 @@ from terashard.errors import RunError
 from terashard.shard.axes import DataAxes
 from terashard.shard.flat import FlatLayout
 from terashard.shard.landing import Landing
+from terashard.shard.leaves import Use, hand_over, watch
 from terashard.shard.param import ShardedParameter
 from terashard.shard.pool import Slot
 from terashard.shard.residence import Residence, UnitState
 from terashard.shard.rules import Rules
-
-
-class Use:
-    """One forward pass of a unit's module whose backward may still come."""
-
-    __slots__ = ("__weakref__",)
 
 
 class ModuleUnit(Residence):
@@ -59,7 +54,7 @@ class ModuleUnit(Residence):
         self.data: DataAxes = axes
         self.ranks = ranks
         """All data-parallel ranks, global."""
-        self.smaller: DataAxes | None = None
+        self.smaller: Group | None = None
         """The smaller group over which the full parameters are cut after forward, if any."""
         self._inner: list[Tensor] | None = None
         self.holders: set[ModuleUnit] = set()
@@ -96,18 +91,23 @@ class ModuleUnit(Residence):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter of the unit wants a gradient."""
-        return any(p.trainable for p in self.parameters)
+        """Whether any parameter of the unit wants a gradient, or did since the last sum."""
+        return any(p.trainable or self.landing.owes(p) for p in self.parameters)
 
     def assign(self, slot: Slot, *, moving: bool = False) -> None:
-        """See ``Residence.assign``; an unused unit may be given another slot."""
-        waiting = [None if self._lease is None else p.full.grad for p in self.parameters]
+        """See ``Residence.assign``; a unit may be given another slot.
+
+        A graph that lives raises if it reads the unit in the old one; what it adds to gradients
+        without that is handed over.
+        """
+        former = [] if self._lease is None else [p.full for p in self.parameters]
         self._lease, self._targets, self._moves = None, None, moving
         super().assign(slot, moving=moving)
         self._full_views()
-        for parameter, gradient in zip(self.parameters, waiting, strict=True):
-            parameter.full.grad = gradient
-            _watch(parameter, self)
+        for parameter in self.parameters:
+            watch(parameter, self)
+        for leaf, parameter in zip(former, self.parameters, strict=bool(former)):
+            hand_over(leaf, parameter.full)
 
     def gather(self, slot: Slot | None = None) -> None:
         """See ``Residence.gather``; takes over what stands in the modules."""
@@ -144,6 +144,7 @@ class ModuleUnit(Residence):
         if self.holders:
             return
         if self.state is UnitState.FULL:
+            self.follow_training()
             self.show_sharded()
             if self.slot.is_own:
                 self.release()
@@ -152,7 +153,7 @@ class ModuleUnit(Residence):
         """Keep, until the next gather, this rank's part of the smaller group; release the rest."""
         if self.smaller is None or self.holders or self.state is not UnitState.FULL:
             return
-        group, views = self.smaller.shard_gather, self._full_views()[1]
+        group, views = self.smaller, self._full_views()[1]
         self._inner = [
             rows_of(p.as_rows(view), group.size, group.rank).clone()
             for p, view in zip(self.parameters, views, strict=True)
@@ -165,6 +166,7 @@ class ModuleUnit(Residence):
         if self.state is UnitState.GATHERING:
             self.wait()
         if self.state is UnitState.FULL:
+            self.follow_training()
             self.release()
         self._inner = None
         self.holders.clear()
@@ -191,7 +193,7 @@ class ModuleUnit(Residence):
         if inner is None or self.smaller is None or self.is_stale:
             super()._fetch(targets)
         else:
-            self._fetch_inner(targets, inner, self.smaller.shard_gather)
+            self._fetch_inner(targets, inner, self.smaller)
 
     def _fetch_inner(self, targets: list[Tensor], inner: list[Tensor], group: Group) -> None:
         """Complete the parameters from the parts that a smaller group kept."""
@@ -217,8 +219,10 @@ class ModuleUnit(Residence):
         return torch.device("cpu") if self.rules.offload else self.axes.device
 
     def follow_training(self) -> None:
-        """Freeze or thaw the full leaves as the public parameters are."""
+        """Freeze or thaw the full leaves as the public parameters are; or these as those were."""
         for p in self.parameters:
+            if p.full.requires_grad is not p.trainable:  # changed while it stood in the module
+                p.sharded.requires_grad_(p.full.requires_grad)
             p.trainable = p.sharded.requires_grad
             if p.full.requires_grad is not p.trainable:
                 p.full.requires_grad_(p.trainable)
@@ -280,15 +284,3 @@ class ModuleUnit(Residence):
 
     def _versions(self) -> int:
         return sum(p.sharded._version for p in self.parameters)
-
-
-def _watch(p: ShardedParameter, unit: ModuleUnit) -> None:
-    """Note in ``unit.arrived`` when the gradient of ``p`` is complete in a backward pass."""
-
-    def note(_: torch.Tensor) -> None:
-        unit.arrived.add(p)
-        unit.on_arrival()
-
-    p.full.requires_grad_(True)  # a frozen leaf takes no hooks
-    p.full.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-    p.full.requires_grad_(p.trainable)

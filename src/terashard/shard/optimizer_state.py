@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from terashard.comm.collectives import full_of, leads
 from terashard.errors import RunError
 
 State = dict[str, dict[str, Any]]
@@ -28,15 +29,14 @@ def optimizer_by_name(
     A snapshot. A parameter that made no step yet, or whose optimizer keeps nothing, has no entries.
     Collective. Held full: one tensor at a time, but for what is returned.
     """
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     found: State = {}
     for name, parameter in _trained(module, optimizer):
         own = {}
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, DTensor):
-                value = value.full_tensor()
+                value = full_of(value)
             own[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        if first or not rank0_only:
+        if leads() or not rank0_only:
             found[name] = own
     return found
 

@@ -1,9 +1,14 @@
-"""Finds an optimizer that holds parameters which sharding has replaced.
+"""Looks at optimizers: do they hold what is trained, and do their steps show?
+
+An optimizer may hold parameters which sharding has replaced.
 
 Such an optimizer steps on tensors that nobody computes with any more: nothing trains, and nothing
 says so. Parameters that were replaced are remembered for as long as somebody holds them; every
 optimizer is looked at in its first step, and in the first one after it was given more parameters
 or more were replaced. Other steps cost a look at how many it holds.
+
+Steps of many tensors at once do not raise the version counters by which a unit that stays full
+knows that its values changed. So after every step they are raised here.
 """
 
 from __future__ import annotations
@@ -13,7 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from terashard.errors import RunError
@@ -31,6 +40,7 @@ def replaced(parameter: nn.Parameter, name: str) -> None:
     _SEEN.clear()
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_pre_hook(_look))
+        _HOOKS.append(register_optimizer_step_post_hook(_show))
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -52,3 +62,10 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             " sharding"
         )
     _SEEN[optimizer] = count
+
+
+def _show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        stepped = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
+        if stepped:
+            torch.autograd.graph.increment_version(stepped)

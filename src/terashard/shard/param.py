@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from terashard.comm.pieces import local_part
 from terashard.comm.rows import row_range
 from terashard.errors import RunError
 from terashard.shard.flat import Form
@@ -202,8 +203,7 @@ class ShardedParameter:
         assert original is not None
         if not original.is_meta:
             source = original.detach()
-            source = source._local_tensor if isinstance(source, DTensor) else source
-            local.copy_(self.own_rows(source))
+            local.copy_(self.own_rows(local_part(source)))
             self.written = True
         self.local = local
         self.sharded = nn.Parameter(self.distribute(local), requires_grad=self.trainable)

@@ -14,26 +14,29 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Placement, Replicate
+from torch.utils.weak import WeakIdKeyDictionary
 
 from terashard.comm.alone import AloneGroup
 from terashard.comm.collectives import group_over, twin_of
 from terashard.comm.group import Group
 from terashard.shard.axes import DataAxes
 
+_SMALLER = WeakIdKeyDictionary()
+"""By mesh and number of ranks: groups of so many."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DataMesh:
     """The data-parallel ranks of one ``fully_shard`` call.
 
-    ``mesh`` has the data axes only: (replicate, shard), or one of the two. ``spmd`` is the full
-    mesh that parameters are DTensors on already, if ``dims`` names its data axes.
+    ``mesh`` has the data axes only: (replicate, shard), or one of the two. With ``dims``, which
+    names them, parameters are DTensors on a larger mesh already.
     """
 
     mesh: DeviceMesh
     shard_axis: int | None
     replicate_axis: int | None
     dims: DataParallelMeshDims | None = None
-    spmd: DeviceMesh | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> "DataMesh":
@@ -63,7 +66,7 @@ class DataMesh:
         def flat(names: tuple[str, ...]) -> DeviceMesh:
             return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
-        made = partial(cls, dims=dims, spmd=mesh)
+        made = partial(cls, dims=dims)
         if not dims.shard_names:
             return made(mesh=flat(dims.replicate_names), shard_axis=None, replicate_axis=0)
         if not dims.replicate_names:
@@ -81,7 +84,6 @@ class DataMesh:
             shard_axis=info.shard_mesh_dim,
             replicate_axis=info.replicate_mesh_dim,
             dims=info.dp_mesh_dims,
-            spmd=info.spmd_mesh,
         )
 
     @property
@@ -115,11 +117,16 @@ class DataMesh:
             reduce_handle=None if shard is None else twin_of(shard),
         )
 
-    def smaller(self, shards: int) -> "DataMesh":
-        """The same ranks in groups of ``shards``, to which parameters are cut after forward."""
-        ranks = self.mesh.mesh.view(-1, shards)
-        mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("outer", "inner"))
-        return DataMesh(mesh=mesh, shard_axis=1, replicate_axis=0)
+    def smaller(self, shards: int) -> Group:
+        """The ``shards`` ranks, of the same ones, over which parameters are cut after forward."""
+        if self.mesh not in _SMALLER:
+            _SMALLER[self.mesh] = {}
+        made: dict[int, Group] = _SMALLER[self.mesh]
+        if shards not in made:
+            ranks = self.mesh.mesh.view(-1, shards)
+            mesh = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("outer", "inner"))
+            made[shards] = group_over(mesh.get_group("inner"), "shard_gather")
+        return made[shards]
 
     def placements(self, placement: Placement) -> tuple[Placement, ...]:
         """``placement`` on the shard axis, copies on the other."""

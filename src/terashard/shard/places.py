@@ -22,10 +22,9 @@ class Places:
         return sum(slot.nbytes for slot in self.pool.slots.values())
 
     def free(self, unit: Residence) -> Slot:
-        """A slot for ``unit``: its last one if that is free, for it holds nothing else of use."""
-        fitting = [s for s in self.pool.slots.values() if s.nbytes == unit.full_bytes]
-        for slot in fitting:
-            if slot.holder is None:
+        """A slot of the size of ``unit`` that nobody holds, the first of them."""
+        for slot in self.pool.slots.values():
+            if slot.nbytes == unit.full_bytes and slot.holder is None:
                 return slot
         made = self.pool.spare()
         made.reserve(unit.full_bytes)

@@ -62,6 +62,8 @@ class Slot:
     def grow(self, nbytes: int) -> None:
         """Make the buffer long enough, with another memory if need be; nobody may be there."""
         if nbytes > self.nbytes or self.is_own:
+            if self._flat is not None and self._known is not None:
+                del self._known[self._flat.untyped_storage()._cdata]
             self.nbytes, self._flat = nbytes, None
 
     def flat(self) -> Tensor:

@@ -93,7 +93,7 @@ class Root:
         self.turn.announce("gathers", unit)
         if unit.state is not UnitState.SHARDED:
             unit.drop()
-        unit.gather(self.slots.take(unit))
+        unit.gather(self.slots.take(unit, in_backward=self.is_in_backward))
 
     # ---- forward --------------------------------------------------------------------------------
 
@@ -103,14 +103,19 @@ class Root:
             self._abandon_backward()
         elif self.is_in_forward:
             self._drop_all()
-        for unit in self.units:
-            if not unit.is_active and not unit.stays:
-                unit.drop()
+        self.let_go(self.units)
+        self.slots.set_apart()
         if not self._has_begun:
             self._has_begun = True
             self.turn.agree_on_values()
         self.is_in_forward = True
         self.turn.begin("forward")
+
+    def let_go(self, units: Sequence[ModuleUnit]) -> None:
+        """Before a forward pass: what is full by chance may be of old values; nothing tells."""
+        for unit in units:
+            if not unit.is_active and not unit.stays:
+                unit.drop()
 
     def end_forward(self) -> None:
         """The forward pass has ended: take part in the gathers that this rank did not need."""
@@ -174,7 +179,8 @@ class Root:
         for unit in self.units:
             if unit.rules.reshard_after_backward:
                 unit.drop()
-            unit.uses.clear()
+            for use in [use for use in unit.uses if use.is_reached]:
+                unit.uses.discard(use)
         self._done = set()
         self.is_in_backward = False
 
@@ -216,7 +222,7 @@ class Root:
 
     def _sum(self, unit: ModuleUnit) -> None:
         with self.turn.explained():
-            while len(self._flying) > unit.rules.max_flying:
+            while len(self._flying) >= unit.rules.max_flying:
                 self._flying.popleft().landing.issue_replicas()
         self.turn.announce("sums", unit)
         unit.landing.issue()

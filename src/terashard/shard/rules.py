@@ -27,7 +27,7 @@ class Rules:
     """Whether the choice above was the root's default, and holds while gradients are wanted."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    max_flying: int = 1
+    max_flying: int = 2
     """Sums that may be on their way before the oldest is waited for."""
     sums: bool = True
     """Whether a backward ends with a sum over the ranks, or gradients wait unsharded."""

@@ -50,12 +50,16 @@ class Slots:
         }
         self._assign()
 
-    def take(self, unit: ModuleUnit) -> Slot:
-        """The slot into which ``unit`` is to be gathered now; whoever was there is gone."""
+    def take(self, unit: ModuleUnit, *, in_backward: bool) -> Slot:
+        """The slot into which ``unit`` is to be gathered now; whoever was there is gone.
+
+        One that is being read stays, and the unit gets a slot that nobody had. In a backward pass
+        that comes to a graph of the unit, the slot must be the one that the graph reads.
+        """
         slot = self._slot_for(unit)
         holder = self._holder(unit, slot)
         if holder is not None:
-            if holder.is_active and not unit.uses:
+            if holder.is_active and not (in_backward and unit.uses):
                 unit.assign(self.pool.spare())
                 return unit.slot
             holder.drop()
@@ -66,10 +70,12 @@ class Slots:
         holder = self._holder(unit, self._slot_for(unit))
         return holder is not None and holder.is_active
 
-    def set_apart(self, units: Sequence[ModuleUnit]) -> None:
-        """Rules changed: give those of ``units`` that are to stay full a slot of their own."""
-        for unit in units:
-            if self._kind == "static" and unit.stays and unit not in self._apart:
+    def set_apart(self) -> None:
+        """Give units that are to stay full by now a slot of their own, unless a graph lives."""
+        for unit in self._units:
+            if self._kind != "static" or unit in self._apart or unit.is_aliased:
+                continue
+            if unit.stays and not unit.uses:
                 unit.drop()
                 unit.assign(self._own_slot())
                 self._apart.add(unit)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from terashard.comm.group import Group, Work
+from terashard.comm.pieces import local_part
 from terashard.comm.rows import row_range
 from terashard.errors import ConfigError
 
@@ -62,7 +63,7 @@ def touch(parameter: Tensor, rows: Tensor, *, anew: bool) -> None:
     To be called before the gradient is added to: one that is all zeros was cleared in place.
     """
     before = None if anew else getattr(parameter, "_touched", None)
-    if before is not None and _local(parameter.grad).any():
+    if before is not None and parameter.grad is not None and local_part(parameter.grad).any():
         rows = torch.unique(torch.cat([before, rows]))
     parameter._touched = rows  # type: ignore[attr-defined]
 
@@ -115,7 +116,8 @@ class _Rows:
     @classmethod
     def of(cls, parameter: Tensor) -> "_Rows":
         """The rows that the present gradient touches; all if it is dense."""
-        gradient, rows = _local(parameter.grad), touched_rows(parameter)
+        assert parameter.grad is not None
+        gradient, rows = local_part(parameter.grad), touched_rows(parameter)
         if gradient.is_sparse:
             gradient = gradient.coalesce()
             return cls(parameter, gradient.indices()[0], gradient.values())
@@ -125,7 +127,7 @@ class _Rows:
 
     def add(self, change: Tensor, alpha: float) -> None:
         """Add ``alpha * change``, one row of it per row, to the parameter."""
-        _local(self.parameter).index_add_(0, self.rows, change, alpha=alpha)
+        local_part(self.parameter).index_add_(0, self.rows, change, alpha=alpha)
 
 
 class _RowOptimizer(torch.optim.Optimizer):
@@ -172,7 +174,7 @@ class RowwiseAdagrad(_RowOptimizer):
     def _change(self, touched: _Rows, state: dict[str, Any], group: dict[str, Any]) -> None:
         if "sum" not in state:
             state["sum"] = _zero_per_row(touched.parameter)
-        sums, gradient = _local(state["sum"]), touched.gradient
+        sums, gradient = local_part(state["sum"]), touched.gradient
         sums.index_add_(0, touched.rows, gradient.square().unsqueeze(-1).flatten(1).mean(dim=1))
         scale = sums[touched.rows].sqrt() + group["eps"]
         touched.add(gradient / scale.view(-1, *[1] * (gradient.dim() - 1)), -group["lr"])
@@ -205,13 +207,13 @@ class SparseAdam(_RowOptimizer):
 
 def _move(moments: Tensor, rows: Tensor, towards: Tensor, weight: float) -> Tensor:
     """Move ``rows`` of ``moments`` a part of the way; what they are now."""
-    moved = _local(moments)[rows].lerp(towards, weight)
-    _local(moments)[rows] = moved
+    moved = local_part(moments)[rows].lerp(towards, weight)
+    local_part(moments)[rows] = moved
     return moved
 
 
 def _zero_per_row(parameter: Tensor) -> Tensor:
-    zeros = _local(parameter).new_zeros(len(_local(parameter)))
+    zeros = local_part(parameter).new_zeros(len(local_part(parameter)))
     if not isinstance(parameter, DTensor):
         return zeros
     return DTensor.from_local(
@@ -232,8 +234,3 @@ def _require_whole_rows(parameter: Tensor) -> None:
             f"a parameter of shape {tuple(parameter.shape)}{where} has no whole rows on this rank;"
             " RowwiseAdagrad takes those that are cut along dim 0 or not at all"
         )
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

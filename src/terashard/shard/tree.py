@@ -65,10 +65,11 @@ def plant(module: nn.Module, found: Sequence[Sharding]) -> None:
 def _name(top: nn.Module, shardings: Sequence[Sharding]) -> None:
     """Name units and parameters as they are called from the root."""
     names = {module: name for name, module in top.named_modules()}
+    taken = set(names.values())
     for sharding in shardings:
-        here = names.get(sharding.modules[0], "") or "root"
+        here = names.get(sharding.modules[0], "") or _other("root", taken)
         for index, unit in enumerate(sharding.units):
-            unit.rename(here if index == 0 else f"{here}#{index}")
+            unit.rename(here if index == 0 else _other(f"{here}#{index}", taken))
             for p in unit.parameters:
                 prefix = names.get(p.places[0].module, "")
                 attribute = p.places[0].attribute
@@ -83,3 +84,8 @@ def _below(upper: Sharding, lower: Sharding) -> bool:
         for inner in lower.modules
         for child in outer.modules()
     )
+
+
+def _other(name: str, taken: set[str]) -> str:
+    """``name``, in brackets if a module is called so."""
+    return f"<{name}>" if name in taken else name

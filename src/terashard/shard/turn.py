@@ -16,14 +16,15 @@ With ``TERASHARD_DEBUG=1`` every collective is announced, and compared, before i
 
 from __future__ import annotations
 
+import json
 import os
-from ast import literal_eval
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from terashard.comm.board import PATIENCE, Board
 from terashard.errors import CommunicationError, RunError
 from terashard.shard.counts import Counts
+from terashard.shard.differences import difference, other_values
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.order import Order, common
 
@@ -112,15 +113,15 @@ class Turn:
         is_first = not order.is_confirmed
         heard = self._board.exchange(
             f"record {phase}",
-            " ".join(order.record),
+            json.dumps(order.record),
             patience=_FIRST_PASS if is_first else PATIENCE,
             heeds=is_first,
         )
-        records = {rank: text.split() for rank, text in heard.items()}
+        records = {rank: json.loads(text) for rank, text in heard.items()}
         complete = len(records) == len(self._board.ranks)
         agreed = common(records.values(), order.agreed) if complete else None
         if agreed is None:
-            self._board.refuse(_difference(phase, order, records, self._board))
+            self._board.refuse(difference(phase, order, records, self._board))
         assert agreed is not None
         order.adopt(agreed, self._kept(phase))
 
@@ -162,6 +163,8 @@ class Turn:
         for order in self._orders.values():
             order.begin()
         self._final, self._summed = set(), set()
+        if self._board is not None:
+            self._board.forget()
 
     def announce(self, act: str, unit: ModuleUnit) -> None:
         """In debug mode, make sure that all ranks are about to do the same."""
@@ -177,14 +180,17 @@ class Turn:
         if self._board is None:
             return
         digests = {
-            p.name: p.digest
+            p.name: [p.digest, *unit.ranks]
             for unit in self._units.values()
             for p in unit.parameters
             if p.digest is not None
         }
-        heard = self._board.exchange("values", str(sorted(digests.items())))
+        heard = self._board.exchange("values", json.dumps(digests))
         if len(set(heard.values())) > 1:
-            self._board.refuse(_other_values(digests, heard, self._board.rank))
+            digests_of = {rank: json.loads(text) for rank, text in heard.items()}
+            different = other_values(digests_of, self._board.rank)
+            if different is not None:
+                self._board.refuse(different)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -253,45 +259,3 @@ def _is_agreed(unit: ModuleUnit) -> bool:
 
 def _wants_sum(unit: ModuleUnit) -> bool:
     return unit.rules.sums and unit.is_trainable
-
-
-def _difference(phase: str, order: Order, records: dict[int, list[str]], board: Board) -> str:
-    silent = [rank for rank in board.ranks if rank not in records]
-    if silent:
-        return (
-            f"rank {board.rank} used units in another order or number in its {phase} pass than was"
-            f" agreed ({_first_difference(order.record, order.agreed)}), and ranks"
-            f" {', '.join(map(str, silent))} did not; all ranks must use the same units equally"
-            " often and in the same order, or not at all"
-        )
-    here = records[board.rank]
-    others = [rank for rank in records if rank != board.rank]
-    unlike = [rank for rank in others if common([records[rank], here]) is None]
-    other = (unlike or others)[0]
-    return (
-        f"ranks {board.rank} and {other} used units in another order or number in a {phase} pass:"
-        f" {_first_difference(here, records[other])}; all ranks must use the same units equally"
-        " often and in the same order, or not at all"
-    )
-
-
-def _first_difference(here: Sequence[str], there: Sequence[str]) -> str:
-    for name in dict.fromkeys([*here, *there]):
-        mine, theirs = here.count(name), there.count(name)
-        if mine and theirs and mine != theirs:
-            return f"unit {name} {mine} times here, {theirs} times there"
-    both = [(a, b) for a, b in zip(here, there, strict=False) if a != b]
-    return f"unit {both[0][0]} here where unit {both[0][1]} came there" if both else "at the end"
-
-
-def _other_values(digests: Mapping[str, int], heard: dict[int, str], rank: int) -> str:
-    for other, text in heard.items():
-        theirs = dict(literal_eval(text))
-        for name, digest in digests.items():
-            if theirs.get(name) != digest:
-                return (
-                    f"ranks {rank} and {other} held different values of parameter {name} when it"
-                    " was sharded; build the module with the same seed on all ranks, load the same"
-                    " file, or call synchronise(module) before fully_shard"
-                )
-    return "ranks held different parameters when they were sharded"

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from terashard.comm.collectives import add_up, broadcast
+from terashard.comm.collectives import add_up, broadcast, full_of, leads
 from terashard.comm.group import Group
+from terashard.comm.pieces import local_part
 from terashard.errors import ConfigError, RunError
 from terashard.shard.hooks import Sharding
 from terashard.shard.module_unit import ModuleUnit
@@ -105,37 +108,40 @@ def _put_back(shown: list[tuple[ShardedParameter, Tensor]], writeback: bool) -> 
 
 def full_state_dict(
     module: nn.Module, *, rank0_only: bool = True, cpu: bool = True
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The state dict with full tensors; with ``rank0_only`` it is empty on the other ranks.
 
     A snapshot: it shares no memory with the module.
     """
-    live = {_local(t).untyped_storage()._cdata for t in module.state_dict().values()}
-    found = full_tensors(module, rank0_only=rank0_only, cpu=cpu)
-    return {n: t.clone() if t.untyped_storage()._cdata in live else t for n, t in found}
+    tensors = (t for t in module.state_dict().values() if isinstance(t, Tensor))
+    live = {local_part(t).untyped_storage()._cdata for t in tensors}
+    found: dict[str, Any] = {}
+    for name, value in full_values(module, rank0_only=rank0_only, cpu=cpu):
+        shares = isinstance(value, Tensor) and value.untyped_storage()._cdata in live
+        found[name] = value.clone() if shares else deepcopy(value)
+    return found
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def full_tensors(
+def full_values(
     module: nn.Module, *, rank0_only: bool = True, cpu: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Name and full tensor, one after the other: a state dict that is never there as a whole."""
+) -> Iterator[tuple[str, Any]]:
+    """Name and full tensor, one after the other: a state dict that is never there as a whole.
+
+    What modules keep beside tensors (``get_extra_state``) comes as it is.
+    """
     for unit in _units(module, True):
         unit.adopt()
         for p in unit.parameters:
             p.require_written()
     state = module.state_dict()
-    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     for name in list(state):
         value = state.pop(name)
         if isinstance(value, DTensor):
-            value = value.full_tensor()
-        if first or not rank0_only:
-            value = value.detach()
-            yield name, value.cpu() if cpu else value
+            value = full_of(value)
+        if leads() or not rank0_only:
+            if isinstance(value, Tensor):
+                value = value.detach().cpu() if cpu else value.detach()
+            yield name, value
 
 
 def synchronise(module: nn.Module) -> None:

@@ -152,8 +152,7 @@ def _counting(name: str, counted: list[str]) -> Iterator[None]:
     plain = getattr(dist, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        if not counted or counted[-1] != f"in {name}":
-            counted.append(name)
+        counted.append(name)
         return plain(*args, **kwargs)
 
     setattr(dist, name, counting)

@@ -71,7 +71,7 @@ class _Note:
 
 def saving_notes(pool: BufferPool) -> AbstractContextManager[None]:
     """While open, what autograd saves of the pool's slots is saved as notes."""
-    return saved_tensors_hooks(*note_hooks(pool))
+    return saved_tensors_hooks(*_note_hooks(pool))
 
 
 @contextmanager
@@ -85,8 +85,7 @@ def noting(pool: BufferPool) -> Iterator[None]:
             yield
 
 
-def note_hooks(pool: BufferPool) -> tuple[Pack, Unpack]:
-    """The two hooks of ``saving_notes``, for those who push and pop them apart."""
+def _note_hooks(pool: BufferPool) -> tuple[Pack, Unpack]:
     outer_pack, outer_unpack = _present_hooks()
 
     def pack(tensor: Tensor) -> Any:

@@ -63,6 +63,8 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """``tree`` with its floating-point tensors in ``dtype``."""
-    return map_tensors(
-        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree
-    )
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, tree)

@@ -100,14 +100,16 @@ def test_a_unit_that_is_used_inside_another_while_its_graph_lives_loses_no_gradi
         model: Any = here.model
         for part in (model.a, model.b, model.c, model.d, model):
             terashard.fully_shard(part, mesh=mesh_of(2))
+        found = []
         for _ in range(2):
             model.zero_grad()
             loss(model, here.rank).backward()
-        return gradients(model)
+            found.append(gradients(model))
+        return found
 
     exact = mean_gradients(seeded(Whole()), [lambda m, r=r: loss(m, r) for r in (0, 1)])
     for found in run("ours", program, 2, lambda: seeded(Whole())):
-        same(found, exact)
+        same(found, [exact, exact])
 
 
 @pytest.mark.parametrize("backward", [True, False])
@@ -270,4 +272,29 @@ def test_registered_methods_alone_may_run_in_any_order(pool: str) -> None:
 
     exact = mean_gradients(build(), [lambda m, r=r: loss(m, r, 2) for r in (0, 1)])
     for found in run("ours", program, 2, build):
+        same(found, exact)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("pool", ["static", "any"])
+def test_memory_goes_back_before_the_last_sums_unless_units_are_to_stay(
+    pool: str, keep: bool
+) -> None:
+    def program(here: Here) -> Any:
+        model: Any = shard(here.model, 2, pool=pool, reshard_after_forward=not keep)
+        slots, found = None, []
+        for step in range(3):
+            model.zero_grad()
+            loss = loss_of(model, words(here.rank, step))
+            slots = slots or model._sharding.root.slots.pool.slots.values()
+            found.append(sum(slot.flat().untyped_storage().nbytes() for slot in slots))
+            loss.backward()
+            found.append(sum(slot.flat().untyped_storage().nbytes() for slot in slots))
+        return found, gradients(model)
+
+    exact = mean_gradients(seeded(Net(5)), [lambda m, r=r: loss_of(m, words(r, 2)) for r in (0, 1)])
+    for (full, left, *again), found in run("ours", program, 2, lambda: seeded(Net(5))):
+        assert full > 0
+        assert left == (full if keep else 0)
+        assert again == [full, left] * 2
         same(found, exact)

@@ -67,8 +67,14 @@ class GlooGroup(DistributedGroup):
         for tensor in full:
             require_contiguous(tensor, what)
         own = [rows_of(tensor, self.size, self.rank) for tensor in full]
-        parts = [[torch.empty_like(part) for part in own] for _ in range(self.size)]
-        parts[self.rank] = own
+        pairs = list(zip(own, rows, strict=True))
+        first = 0 if self.rank else 1  # what it sends comes where the sum is to be
+        parts = [
+            own
+            if member == self.rank
+            else [_room(part, out if member == first else None) for part, out in pairs]
+            for member in range(self.size)
+        ]
         exchange = _Exchange(self, SCATTER_TAG)
         with explained(what):
             for peer in self.peers():
@@ -126,6 +132,13 @@ class _Exchange:
             if work is not None:
                 self.works.append(work)
             self.kept.append(tensor)
+
+
+def _room(part: Tensor, out: Tensor | None) -> Tensor:
+    """Where a tensor like ``part`` may be received: in ``out`` if it is of the same kind."""
+    if out is not None and out.dtype == part.dtype and out.is_contiguous():
+        return out.data
+    return torch.empty_like(part)
 
 
 def _split(pieces: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -40,7 +40,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
-    """``out`` becomes the sum of ``parts``, first to last; it may be ``parts[0]``, no later one."""
+    """``out`` becomes the sum of ``parts``, first to last; it may be one of the first two."""
     wide, target = wide_dtype(parts[0].dtype), out.data
     if len(parts) > 1 and parts[0].dtype == wide == target.dtype:
         torch.add(parts[0].data, parts[1].data, out=target)

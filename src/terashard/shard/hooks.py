@@ -94,9 +94,9 @@ class Sharding:
             self._bring(root, "backward" if recomputed else "forward")
             for following in self.forward_prefetch:
                 following.issue("forward")
-        if torch.is_grad_enabled():
-            use = self._begun[module] = self._begun.get(module) or self._use()
-            self._watch_inputs((args, kwargs), use)
+        if torch.is_grad_enabled() and self._depth == 1:  # inside another, nothing ends here
+            self._begun[module] = self._use()
+            self._watch_inputs((args, kwargs), self._begun[module])
         return args, kwargs
 
     def post_forward(self, module: nn.Module, _: Any, output: Any) -> Any:

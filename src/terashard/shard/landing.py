@@ -10,8 +10,6 @@ Autograd leaves a full gradient on the full leaf and adds the next one to it in 
 follows, formats narrower than float32 are added up in float32 apart, backward pass by backward
 pass; uses within one pass add up in the leaf's own. Every rank takes part in every sum, with zeros
 where it has no gradient; a parameter for which no rank had one gets no gradient, as in one process.
-
-The rows of the sum are views of a flat buffer that is used again once nobody holds them.
 """
 
 from collections.abc import Sequence
@@ -62,7 +60,6 @@ class Landing:
         self._owed: set[ShardedParameter] = set()
         """Parameters that were trained since the last sum over all ranks, frozen now or not."""
         self._works: list[Work] = []
-        self._buffers = _Buffers()
 
     @property
     def is_flying(self) -> bool:
@@ -124,8 +121,8 @@ class Landing:
         gradients = {p: self._taken(p) for p in summed}
         self.present = {p: g is not None or p in self._carried for p, g in gradients.items()}
         layout = FlatLayout.of([p.cut.part(p.form).cast(wide_dtype(p.form.dtype)) for p in summed])
-        rows = self._buffers.views(layout, self.axes.device)
-        self._summed = dict(zip(summed, rows, strict=True))
+        flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=self.axes.device)
+        self._summed = dict(zip(summed, layout.views(flat), strict=True))
         self._traffic.reductions += 1
         self._over_shards(gradients)
 
@@ -253,25 +250,3 @@ class Landing:
         for work in self._works:
             work.wait()
         self._works = []
-
-
-class _Buffers:
-    """Flat buffers of summed rows, each used again once no gradient is a view of it."""
-
-    def __init__(self) -> None:
-        self._made: list[tuple[FlatLayout, Tensor, int]] = []
-
-    def views(self, layout: FlatLayout, device: torch.device) -> list[Tensor]:
-        """Views of a buffer that nobody else holds."""
-        self._made = [made for made in self._made if made[0] == layout]
-        for _, flat, alone in self._made:
-            if _holders(flat) == alone:
-                return layout.views(flat)
-        flat = layout.zeros(device)
-        self._made.append((layout, flat, _holders(flat)))
-        return layout.views(flat)
-
-
-def _holders(flat: Tensor) -> int:
-    """How many tensors lie over the memory of ``flat``."""
-    return int(torch._C._storage_Use_Count(flat.untyped_storage()._cdata))

@@ -94,6 +94,16 @@ class ModuleUnit(Residence):
         """Whether any parameter of the unit wants a gradient, or did since the last sum."""
         return any(p.trainable or self.landing.owes(p) for p in self.parameters)
 
+    @property
+    def has_all_gradients(self) -> bool:
+        """Whether every gradient is complete in the backward pass that is going on."""
+        return all(p in self.arrived for p in self.parameters if p.trainable)
+
+    @property
+    def sums(self) -> bool:
+        """Whether a backward pass ends with a sum of the unit's gradients."""
+        return self.rules.sums and self.is_trainable
+
     def assign(self, slot: Slot, *, moving: bool = False) -> None:
         """See ``Residence.assign``; a unit may be given another slot.
 

@@ -22,6 +22,9 @@ then keeps no view but a note of where in the unit it was.
 
 *Own storage*: a slot of one unit alone, whose memory goes back to the allocator at every release.
 It serves autograd functions that keep parameters where no saved-tensor hook sees them.
+
+Where memory is short at one point of a step (the last sums of a backward pass), a slot that nobody
+needs there may be *freed*: same storage, no memory, until the next unit comes.
 """
 
 from dataclasses import dataclass, field
@@ -84,14 +87,24 @@ class Slot:
                 f" release {self.holder.owner} first, or give the two units different slots"
             )
         self.holder = lease
-        if self.is_own:
-            self.flat().untyped_storage().resize_(self.nbytes)
+        self.restore()
 
     def give_back(self) -> None:
         """End the present holder's use."""
         self.holder = None
         if self.is_own:
-            self.flat().untyped_storage().resize_(0)
+            self.free()
+
+    def restore(self) -> None:
+        """Have memory, also if it was given back."""
+        storage = self.flat().untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.nbytes)
+
+    def free(self) -> None:
+        """Give the memory back to the allocator until somebody is here again."""
+        if self._flat is not None:
+            self._flat.untyped_storage().resize_(0)
 
 
 class BufferPool:

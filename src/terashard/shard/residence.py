@@ -201,6 +201,7 @@ class Residence:
         if slot is lease.slot and not first:
             return
         slot.reserve(self._layout.nbytes)
+        slot.restore()
         lease.move(slot)
         if not first:
             self._show_in(lease)

@@ -72,6 +72,7 @@ class Root:
                 self._take_part(passed)
             if not one.is_there:
                 self._gather(one)
+                self._free_slots()
 
     def look_ahead(self, phase: str) -> None:
         """Issue the gathers that are due next, as far as no unit in use would have to go."""
@@ -88,6 +89,11 @@ class Root:
         with self.turn.explained():
             for one in (*unit.lenders, unit):
                 one.present(unit)
+
+    def _free_slots(self) -> None:
+        """Give memory back once no other gather is due in a backward pass: sums need it now."""
+        if self.is_in_backward and self.turn.coming("backward") is None:
+            self.slots.free(is_over=False)
 
     def _gather(self, unit: ModuleUnit) -> None:
         self.turn.announce("gathers", unit)
@@ -160,7 +166,9 @@ class Root:
             return
         if unit.rules.sums:
             self._done.add(unit)
-            for following in self.turn.ready(unit):
+            due = self.turn.ready(unit)
+            self._free_slots()
+            for following in due:
                 self._sum(following)
 
     def end_backward(self) -> None:
@@ -170,7 +178,8 @@ class Root:
         for unit in self.units:
             unit.landing.collect()
         for unit in self.turn.owed():
-            self._land_all()  # what is left is the largest, as a rule: the root's
+            self._land_all()
+            self.slots.free(is_over=True)
             self._sum(unit)
         self._land_all()
         with self.turn.explained():
@@ -251,7 +260,7 @@ class Root:
 
     def _arrived(self, unit: ModuleUnit) -> None:
         """A gradient of ``unit`` is complete."""
-        if self.is_in_backward and all(p in unit.arrived for p in unit.parameters if p.trainable):
+        if self.is_in_backward and unit.has_all_gradients:
             self.ready(unit)
 
 

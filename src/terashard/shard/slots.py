@@ -15,6 +15,7 @@ import torch
 
 from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.pool import BufferPool, Slot
+from terashard.shard.residence import UnitState
 from terashard.shard.rules import Pool
 
 ALTERNATING = 2
@@ -69,6 +70,23 @@ class Slots:
         """Whether a gather of ``unit`` would push out a unit that is read, or take a new slot."""
         holder = self._holder(unit, self._slot_for(unit))
         return holder is not None and holder.is_active
+
+    def free(self, *, is_over: bool) -> None:
+        """Give back the memory of slots that nobody reads, but for units that are to stay full.
+
+        Until a backward pass ``is_over``, a unit may be read that still wants gradients.
+        """
+        stays = {unit for unit in self._units if unit.stays and not unit.rules.is_default}
+        for slot in self.pool.slots.values():
+            holder = self._holder_of(slot)
+            if holder is not None:
+                if holder in stays or holder.is_active or holder.state is UnitState.GATHERING:
+                    continue
+                if not (is_over or holder.has_all_gradients):
+                    continue
+                holder.drop()
+            if not any(unit.slot is slot for unit in stays):
+                slot.free()
 
     def set_apart(self) -> None:
         """Give units that are to stay full by now a slot of their own, unless a graph lives."""

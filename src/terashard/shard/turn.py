@@ -152,9 +152,7 @@ class Turn:
         alone = [
             unit
             for unit in self._units.values()
-            if (self._board is None or not _is_agreed(unit))
-            and _wants_sum(unit)
-            and unit.landing.waits
+            if (self._board is None or not _is_agreed(unit)) and unit.sums and unit.landing.waits
         ]
         return [*self._take(self._sums_order()), *alone]
 
@@ -210,7 +208,7 @@ class Turn:
     def _owes(self, name: str) -> bool:
         """Whether the sum of a unit is agreed on and was not issued."""
         unit = self._units[name]
-        return name not in self._summed and _is_agreed(unit) and _wants_sum(unit)
+        return name not in self._summed and _is_agreed(unit) and unit.sums
 
     def _take(self, names: Iterable[str]) -> list[ModuleUnit]:
         """Those of ``names`` whose sums are owed, each once; from now on they are issued."""
@@ -255,7 +253,3 @@ class Turn:
 def _is_agreed(unit: ModuleUnit) -> bool:
     """Whether ranks may differ in what they use of ``unit``, unless the caller promised not to."""
     return unit.rules.sums_unused is not False and unit.axes.shards * unit.axes.replicas > 1
-
-
-def _wants_sum(unit: ModuleUnit) -> bool:
-    return unit.rules.sums and unit.is_trainable

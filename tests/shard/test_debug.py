@@ -14,7 +14,8 @@ from torch import nn
 
 import terashard
 from terashard.comm.board import Board
-from terashard.errors import RunError
+from terashard.errors import ConfigError, RunError
+from terashard.shard.turn import _patience
 from tests.helpers.processes import run_processes
 from tests.helpers.torch_threads import run_ranks
 from tests.shard.engines import Net, loss_of, mesh_of, seeded, words
@@ -273,3 +274,69 @@ def test_replaced_parameters_and_optimizers_are_not_kept_alive() -> None:
         return [original() is None, gone() is None]
 
     assert run_ranks(1, program) == [[True, True]]
+
+
+# ---- what newcomers did -------------------------------------------------------------------------
+
+
+def test_an_outer_module_sharded_first_is_named() -> None:
+    def program(rank: int) -> None:
+        model: Any = seeded(Net())
+        terashard.fully_shard(model, mesh=mesh_of(2))
+        with pytest.raises(ConfigError, match=r"sharded already, with Net around it; call"):
+            terashard.fully_shard(model.blocks[0], mesh=mesh_of(2))
+
+    run_ranks(2, program)
+
+
+def test_a_root_that_nobody_sharded_is_told_by_the_optimizer() -> None:
+    def program(rank: int) -> list[str]:
+        model: Any = seeded(Net())
+        for block in model.blocks:
+            terashard.fully_shard(block, mesh=mesh_of(2))
+        loss_of(model, words(rank, 0)).backward()
+        if rank == 0:  # warnings are the process's, not the thread's
+            with pytest.warns(UserWarning, match=r"holds 3 plain parameters .* the root module"):
+                torch.optim.SGD(model.parameters(), 0.1, foreach=False).step()
+        return []
+
+    run_ranks(2, program)
+
+
+def test_parameters_that_are_ignored_on_purpose_are_no_cause_for_a_warning() -> None:
+    def program(rank: int) -> None:
+        model: Any = seeded(Net())
+        alone = {model.head.weight, model.head.bias}
+        for block in model.blocks:
+            terashard.fully_shard(block, mesh=mesh_of(2))
+        terashard.fully_shard(model, mesh=mesh_of(2), ignored_params=alone)
+        loss_of(model, words(rank, 0)).backward()
+        torch.optim.SGD(model.parameters(), 0.1, foreach=False).step()
+
+    run_ranks(2, program)
+
+
+def test_a_forward_while_full_parameters_are_open_is_refused() -> None:
+    def program(rank: int) -> None:
+        model = sharded(seeded(Net()), 2)
+        with (
+            terashard.full_parameters(model),
+            pytest.raises(RunError, match="full_parameters is open; leave it before the next"),
+        ):
+            model(words(rank, 0))
+        model(words(rank, 0))
+
+    run_ranks(2, program)
+
+
+def test_a_pool_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no pool 'dynamic'; there are: static, any, off"):
+        terashard.fully_shard(nn.Linear(2, 2), pool="dynamic")  # type: ignore[arg-type]
+
+
+def test_debug_mode_may_be_as_patient_as_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for said in ("", "0", "1", "yes", "60"):
+        monkeypatch.setenv("TERASHARD_DEBUG", said)
+        found.append(_patience())
+    assert found == [None, None, 8.0, 8.0, 60.0]

@@ -15,7 +15,18 @@ from terashard.checkpoint.full import FullFile
 from terashard.errors import RunError
 from tests.helpers.processes import run_processes
 from tests.helpers.torch_threads import run_ranks
-from tests.shard.engines import WIDTH, Block, Net, loss_of, mesh_of, same, seeded, whole, words
+from tests.shard.engines import (
+    WIDTH,
+    Block,
+    Net,
+    loss_of,
+    mesh_of,
+    same,
+    seeded,
+    shard,
+    whole,
+    words,
+)
 
 
 def sharded(build: Any = lambda: seeded(Net()), *shape: int, **arguments: Any) -> Any:
@@ -267,5 +278,45 @@ def test_parameters_without_optimizer_state_go_out_and_in(kind: Any) -> None:
         assert terashard.optimizer_by_name(model, fresh, rank0_only=False).keys() == state.keys()
         loss_of(model, words(rank, 1)).backward()
         fresh.step()
+
+    run_ranks(2, program)
+
+
+def test_a_state_that_only_rank_0_has_is_refused_by_all_or_sent() -> None:
+    """``full_state_dict`` and ``optimizer_by_name`` give it to rank 0; others raised alone."""
+
+    def program(rank: int) -> Any:
+        model: Any = shard(seeded(Net()), 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        loss_of(model, words(rank, 0)).backward()
+        optimizer.step()
+        state, moments = (
+            terashard.full_state_dict(model),
+            terashard.optimizer_by_name(model, optimizer),
+        )
+        for load in (
+            lambda: terashard.load_full(model, state),
+            lambda: terashard.load_optimizer_by_name(model, optimizer, moments),
+        ):
+            with pytest.raises(RunError, match=r"is empty on a rank; .* from_rank_0=True"):
+                load()
+        before = terashard.optimizer_by_name(model, optimizer, rank0_only=False)
+        optimizer.state.clear()
+        terashard.load_optimizer_by_name(model, optimizer, moments, from_rank_0=True)
+        after = terashard.optimizer_by_name(model, optimizer, rank0_only=False)
+        return before, after
+
+    for before, after in run_ranks(2, program):
+        same(after, before, within=0.0)
+
+
+def test_one_rank_with_another_state_stops_all() -> None:
+    def program(rank: int) -> None:
+        model: Any = shard(seeded(Net()), 2)
+        state = terashard.full_state_dict(model, rank0_only=False)
+        if rank == 1:
+            state["head.bias"] = torch.zeros(3)
+        with pytest.raises(RunError, match=r"head\.bias has shape \(11,\), but \(3,\) is to be"):
+            terashard.load_full(model, state)
 
     run_ranks(2, program)

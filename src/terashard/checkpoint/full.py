@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from terashard.checkpoint.blocks import byte_view, dtype_name, header
-from terashard.comm.collectives import agreed, leads
+from terashard.comm.collectives import leads, sent
 from terashard.errors import CheckpointError, RunError
 from terashard.files import replacing
 from terashard.shard.whole import full_values
@@ -38,7 +38,7 @@ def save_full(module: nn.Module, path: str | Path) -> None:
             problem, cause = str(error) or type(error).__name__, error
     for _ in tensors:  # the others wait for this rank's part of what it did not write
         pass
-    problem = agreed(problem)
+    problem = sent(problem)
     if problem is not None:
         raise RunError(problem) from cause
 

@@ -6,6 +6,7 @@ threads of one process that torch's tests use. Rows that do not divide evenly ar
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,12 +90,21 @@ def leads() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def agreed(problem: str | None) -> str | None:
-    """What rank 0 says of ``problem``, on all ranks."""
-    said = [problem]
+def sent(value: Any) -> Any:
+    """The ``value`` of rank 0, on all ranks."""
+    said = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(said, src=0)
     return said[0]
+
+
+def first_problem(problem: str | None) -> str | None:
+    """What the first rank that has a problem says of it, on all ranks; None if all are well."""
+    if not dist.is_initialized():
+        return problem
+    said: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, problem)
+    return next((one for one in said if one is not None), None)
 
 
 def full_of(tensor: DTensor) -> Tensor:

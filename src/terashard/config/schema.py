@@ -118,7 +118,7 @@ class ParallelConfig:
     partition: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Micro-batches as (sequences, slice lengths), e.g. [[2, [128, 128]], [1, [256]]]."""
     residency: int | None = None
-    """Bytes of full parameters that a rank may hold at once; none: its whole stage."""
+    """Bytes of full parameters that a rank with several shards may hold; none: its whole stage."""
     reduce: Literal["step", "micro_batch"] = "step"
     """When gradients are summed over shards: once, or after every micro-batch (less memory)."""
 

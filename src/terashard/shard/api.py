@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
+from terashard.errors import ConfigError
 from terashard.shard.born import Request, shard_modules
 from terashard.shard.module import ShardedModule, UnshardHandle, sharded_class
 from terashard.shard.placement import DataMesh
@@ -76,6 +77,8 @@ def fully_shard(
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for one in modules:
         _require_module(one)
+    if pool not in get_args(Pool):
+        raise ConfigError(f"there is no pool {pool!r}; there are: {', '.join(get_args(Pool))}")
     data = DataMesh.of(_default_mesh() if mesh is None else mesh, dp_mesh_dims)
     reshard = _checked_reshard(reshard_after_forward, data)
     rules = Rules(

@@ -24,7 +24,7 @@ from terashard.errors import ConfigError
 from terashard.shard.division import divide
 from terashard.shard.hooks import Sharding
 from terashard.shard.module_unit import ModuleUnit
-from terashard.shard.optimizer_watch import replaced
+from terashard.shard.optimizer_watch import ignored, replaced
 from terashard.shard.param import Place, ShardedParameter
 from terashard.shard.placement import DataMesh
 from terashard.shard.rules import Pool, Rules
@@ -61,8 +61,15 @@ def shard_modules(modules: Sequence[nn.Module], request: Request) -> Sharding:
                 f"this {type(module).__name__} is sharded already; fully_shard takes a module once"
             )
     found = _collect(modules, request.ignored)
+    ignored(request.ignored)
     known = _known(modules, found.places)
     owned = [p for p in found.places if p not in known]
+    for parameter in owned:
+        if hasattr(parameter, "_sharded_in"):
+            raise ConfigError(
+                f"parameter {found.names[parameter]} is sharded already, with"
+                f" {parameter._sharded_in} around it; call fully_shard on inner modules first"
+            )
     lenders: list[ModuleUnit] = []
     for parameter, places in found.places.items():
         if parameter in known:
@@ -126,6 +133,7 @@ def _unit(
         unit.smaller = _smaller(data, request.rules.reshard_after_forward, unit)
     for (parameter, _), sharded in zip(parameters, described, strict=True):
         _CUT[parameter] = (unit, sharded)
+        sharded.sharded._sharded_in = type(module).__name__  # type: ignore[attr-defined]
         replaced(parameter, sharded.name)
     return unit
 

@@ -52,6 +52,6 @@ class Counts:
 def _by_groups(units: Sequence[ModuleUnit]) -> dict[tuple[Group, Group], list[ModuleUnit]]:
     found: dict[tuple[Group, Group], list[ModuleUnit]] = {}
     for unit in units:
-        if unit.rules.sums and unit.is_trainable:
+        if unit.sums:
             found.setdefault((unit.axes.shard_reduce, unit.axes.replica), []).append(unit)
     return found

@@ -12,11 +12,11 @@ def difference(phase: str, order: Order, records: dict[int, list[str]], board: B
     """How this rank's record of a phase differs from those of others, or from what was agreed."""
     silent = [rank for rank in board.ranks if rank not in records]
     if silent:
+        who = f"{'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))}"
         return (
             f"rank {board.rank} used units in another order or number in its {phase} pass than was"
-            f" agreed ({_first_difference(order.record, order.agreed)}), and ranks"
-            f" {', '.join(map(str, silent))} did not; all ranks must use the same units equally"
-            " often and in the same order, or not at all"
+            f" agreed ({_first_difference(order.record, order.agreed)}), and {who} did not; all"
+            " ranks must use the same units equally often and in the same order, or not at all"
         )
     here = records[board.rank]
     others = [rank for rank in records if rank != board.rank]

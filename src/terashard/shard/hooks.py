@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from terashard.errors import RunError
 from terashard.shard.leaves import Use
 from terashard.shard.loading import spread_plain
 from terashard.shard.module_unit import ModuleUnit
@@ -76,6 +77,8 @@ class Sharding:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the parameters full; cast and watch the inputs."""
+        if self.is_open:
+            raise RunError("full_parameters is open; leave it before the next forward pass")
         self._depth += 1
         self._is_entered = True
         root = self.settled(module)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from terashard.comm.collectives import agreed, broadcast, leads
+from terashard.comm.collectives import broadcast, first_problem, leads
 from terashard.errors import RunError
 from terashard.shard.residence import Residence
 from terashard.shard.tree import shardings_in
@@ -68,9 +68,14 @@ def load_full(
     """
     wanted = module.state_dict(keep_vars=True)
     reads = leads() or not from_rank_0
-    problem = _misfit(wanted, state) if reads else None
-    if from_rank_0:
-        problem = agreed(problem)
+    if wanted and state is not None and not state and not from_rank_0:
+        problem: str | None = (
+            "the state to be loaded is empty on a rank; load_full takes it on every rank, or"
+            " from_rank_0=True if only rank 0 has it, as after full_state_dict(module)"
+        )
+    else:
+        problem = _misfit(wanted, state) if reads else None
+    problem = first_problem(problem)
     if problem is not None:
         raise RunError(problem)
     units = [unit for sharding in shardings_in(module) for unit in sharding.units]

@@ -8,14 +8,14 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from terashard.comm.collectives import full_of, leads
+from terashard.comm.collectives import first_problem, full_of, leads, sent
 from terashard.errors import RunError
 
 State = dict[str, dict[str, Any]]
@@ -42,34 +42,62 @@ def optimizer_by_name(
 
 
 def load_optimizer_by_name(
-    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]]
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    from_rank_0: bool = False,
 ) -> None:
-    """Give ``optimizer`` the states in ``state``, which every rank has, each rank its parts.
+    """Give ``optimizer`` the states in ``state``, each rank its parts.
 
-    No step is counted. Raises ``RunError`` for a parameter without a state, or of another shape.
+    Every rank has ``state``, or, with ``from_rank_0``, rank 0 alone: then it travels one parameter
+    at a time. No step is counted. Collective. Where a parameter has no state, or one of another
+    shape, all ranks raise ``RunError`` and nothing has changed.
     """
-    for name, parameter in _trained(module, optimizer):
-        if name not in state:
-            raise RunError(
-                f"there is no optimizer state for parameter {name}; there is for"
-                f" {', '.join(list(state)[:3])}, …: take the state of the same model"
-            )
-        own = {key: _own(name, parameter, value) for key, value in state[name].items()}
+    trained = list(_trained(module, optimizer))
+    reads = leads() or not from_rank_0
+    problem = first_problem(_misfit(trained, state or {}) if reads else None)
+    if problem is not None:
+        raise RunError(problem)
+    for name, parameter in trained:
+        found = None if state is None or not reads else state[name]
+        found = sent(found) if from_rank_0 else found
+        own = {key: _own(parameter, value) for key, value in (found or {}).items()}
         optimizer.state.pop(parameter, None)
         if own:
             optimizer.state[parameter] = own
 
 
-def _own(name: str, parameter: Tensor, value: Any) -> Any:
+def _misfit(
+    trained: Sequence[tuple[str, Tensor]], state: Mapping[str, Mapping[str, Any]]
+) -> str | None:
+    """Why ``state`` is not one of these parameters, or None."""
+    if trained and not state:
+        return (
+            "the optimizer state to be loaded is empty on a rank; give it on every rank, or"
+            " from_rank_0=True if only rank 0 has it, as after optimizer_by_name(module, optimizer)"
+        )
+    for name, parameter in trained:
+        if name not in state:
+            return (
+                f"there is no optimizer state for parameter {name}; there is for"
+                f" {', '.join(list(state)[:3])}, …: take the state of the same model"
+            )
+        for value in state[name].values():
+            shaped = isinstance(value, Tensor) and value.dim()
+            if shaped and value.shape not in (parameter.shape, parameter.shape[:1]):
+                return (
+                    f"the optimizer state of parameter {name} has shape {tuple(value.shape)}, the"
+                    f" parameter {tuple(parameter.shape)}; take the state of the same model"
+                )
+    return None
+
+
+def _own(parameter: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     if not value.dim():
         return value.clone()
-    if value.shape not in (parameter.shape, parameter.shape[:1]):
-        raise RunError(
-            f"the optimizer state of parameter {name} has shape {tuple(value.shape)}, the parameter"
-            f" {tuple(parameter.shape)}; take the state of the same model"
-        )
     if not isinstance(parameter, DTensor):
         return value.to(parameter.device, copy=True)
     local = value.to(parameter._local_tensor.device)

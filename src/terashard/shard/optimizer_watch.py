@@ -13,6 +13,8 @@ knows that its values changed. So after every step they are raised here.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +32,8 @@ from terashard.errors import RunError
 _REPLACED = WeakTensorKeyDictionary()
 _SEEN: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 """How many parameters an optimizer held when it was found to be right."""
+
+_IGNORED = WeakTensorKeyDictionary()
 
 _HOOKS: list[Any] = []
 
@@ -61,7 +65,31 @@ def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f" replaced ({names}), so its steps would train nothing; build the optimizer after"
             " sharding"
         )
+    _warn_of_others(optimizer)
     _SEEN[optimizer] = count
+
+
+def ignored(parameters: Iterable[nn.Parameter]) -> None:
+    """Remember that ``parameters`` are left alone on purpose."""
+    for parameter in parameters:
+        _IGNORED[parameter] = True
+
+
+def _warn_of_others(optimizer: torch.optim.Optimizer) -> None:
+    """Say that parameters beside sharded ones are trained by each rank for itself."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, DTensor) and p.device_mesh.size() > 1 for p in held):
+        return
+    others = [p for p in held if not isinstance(p, DTensor) and p not in _IGNORED]
+    if others:
+        shapes = ", ".join(str(tuple(p.shape)) for p in others[:3])
+        warnings.warn(
+            f"this {type(optimizer).__name__} also holds {len(others)} plain parameters (of shape"
+            f" {shapes}{', …' if len(others) > 3 else ''}): nothing sums their gradients, so ranks"
+            " will differ. Call fully_shard on the root module too, after its inner modules; or"
+            " name them in ignored_params if that is meant",
+            stacklevel=5,
+        )
 
 
 def _show(optimizer: torch.optim.Optimizer, *_: Any) -> None:

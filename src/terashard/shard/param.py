@@ -260,7 +260,8 @@ class ShardedParameter:
         if not self.written:
             raise RunError(
                 f"parameter {self.name} was built on meta and never written;"
-                " materialise its unit first"
+                " call terashard.initialise(model) or load_full(model, …) first, or give a pipeline"
+                " a fill"
             )
 
     def require_in_place(self) -> None:

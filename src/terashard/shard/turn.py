@@ -11,7 +11,8 @@ sums. What is sent besides tensors:
   sequence shows it when the phase ends. If all ranks do the same, that is agreed from then on. If
   not, each of them raises and names the unit and the ranks.
 
-With ``TERASHARD_DEBUG=1`` every collective is announced, and compared, before it is issued.
+With ``TERASHARD_DEBUG=1`` every collective is announced, and compared, before it is issued. A
+greater number is how many seconds a rank may be later than another.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from terashard.shard.module_unit import ModuleUnit
 from terashard.shard.order import Order, common
 
 _SILENCE = 8.0
-"""Seconds after which a rank that announces nothing is named, in debug mode."""
+"""Seconds after which a rank that announces nothing is named, with ``TERASHARD_DEBUG=1``."""
 
 _FIRST_PASS = 60.0
 """Seconds after which a rank is taken to be elsewhere where all are bound to come."""
@@ -57,7 +58,8 @@ class Turn:
         self._summed: set[str] = set()
         self._sums: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         """A backward sequence, and the order of sums that follows from it."""
-        self._debugs = os.environ.get("TERASHARD_DEBUG", "") not in ("", "0")
+        self._silence = _patience()
+        """Seconds for which an announced act is waited for, in debug mode."""
         self._announced = 0
 
     def begin(self, phase: str) -> None:
@@ -166,11 +168,11 @@ class Turn:
 
     def announce(self, act: str, unit: ModuleUnit) -> None:
         """In debug mode, make sure that all ranks are about to do the same."""
-        if not self._debugs or self._board is None:
+        if self._silence is None or self._board is None:
             return
         self._announced += 1
         self._board.agree(
-            "act", f"{act} unit {unit.name} (act {self._announced})", patience=_SILENCE
+            "act", f"{act} unit {unit.name} (act {self._announced})", patience=self._silence
         )
 
     def agree_on_values(self) -> None:
@@ -197,6 +199,11 @@ class Turn:
             yield
         except CommunicationError as error:
             why = None if self._board is None else self._board.refused()
+            if why is None and self._silence is None:
+                raise CommunicationError(
+                    f"{error}; with TERASHARD_DEBUG=1 ranks compare what they do, and who does"
+                    " something else is named"
+                ) from error
             if why is None:
                 raise
             raise RunError(why) from error
@@ -253,3 +260,11 @@ class Turn:
 def _is_agreed(unit: ModuleUnit) -> bool:
     """Whether ranks may differ in what they use of ``unit``, unless the caller promised not to."""
     return unit.rules.sums_unused is not False and unit.axes.shards * unit.axes.replicas > 1
+
+
+def _patience() -> float | None:
+    """What ``TERASHARD_DEBUG`` says: None for nothing or 0, a time for anything else."""
+    said = os.environ.get("TERASHARD_DEBUG", "")
+    if said in ("", "0"):
+        return None
+    return max(_SILENCE, float(said)) if said.isdecimal() else _SILENCE

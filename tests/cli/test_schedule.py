@@ -41,8 +41,16 @@ def test_show_draws_the_step_of_a_run(run_file, capsys):
         "rank 1  ·    F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 B0.1 B0.0 ·",
         "",
         "10 steps; ranks compute 80% of the time.",
+        "per step: rank 0 3 gathers, 4 reductions; rank 1 3 gathers, 4 reductions",
         "F is a forward cell, B a backward one, with micro-batch and slice; dots are idle.",
     ]
+
+
+def test_show_tells_what_a_budget_costs(run_file, capsys):
+    assert run(Show(file=run_file, overrides=("--parallel.residency", "3300000"))) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("per step")]
+    assert told != ["per step: rank 0 3 gathers, 4 reductions; rank 1 3 gathers, 4 reductions"]
+    assert "gathers" in told[0]
 
 
 def test_options_win_over_the_run_file(run_file, capsys):

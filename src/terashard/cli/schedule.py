@@ -65,6 +65,8 @@ def _show(arguments: Show) -> int:
     console.print(Text(f"{cut(plan)}\n"), soft_wrap=True)
     console.print(picture, soft_wrap=True)
     console.print(f"\n{picture.steps:.3g} steps; ranks compute {picture.busy:.0%} of the time.")
+    if plan.shards > 1:
+        console.print(sharding(schedule), soft_wrap=True)
     console.print(_LEGEND, soft_wrap=True)
     return 0
 
@@ -100,6 +102,18 @@ def title(plan: "Plan") -> str:
         f"{plan.order}: {show_count(plan.stages, 'stage')}"
         f" x {show_count(plan.shards, 'shard')} x {show_count(plan.replicas, 'replica')}"
     )
+
+
+def sharding(schedule: "Schedule") -> str:
+    """How often units are gathered and summed in a step, by rank."""
+    from terashard.schedule.actions import Gather, Reduce
+
+    told = []
+    for rank, actions in enumerate(schedule):
+        gathers = sum(isinstance(action, Gather) for action in actions)
+        sums = sum(isinstance(action, Reduce) for action in actions)
+        told.append(f"rank {rank} {show_count(gathers, 'gather')}, {show_count(sums, 'reduction')}")
+    return f"per step: {'; '.join(told)}"
 
 
 def cut(plan: "Plan") -> str:

@@ -31,7 +31,7 @@ from terashard.train.rate import part_of_peak
 from terashard.train.record import Metrics, StepRecord
 from terashard.train.samples import Samples, rows_of
 from terashard.train.stop import StopFlag
-from terashard.units import show_count, show_seconds
+from terashard.units import show_bytes, show_count, show_seconds
 
 log = logging.getLogger("terashard")
 
@@ -96,6 +96,7 @@ class Trainer:
             self.say(
                 f"sharding: {show_count(planned.gathers, 'gather')} and"
                 f" {show_count(planned.reductions, 'reduction')} per step,"
+                f" {show_bytes(planned.gathered_bytes)} and {show_bytes(planned.reduced_bytes)},"
                 f" {planned.volumes:.2f} times a stage's parameters"
             )
         if self.samples.held_out is None:

@@ -12,6 +12,7 @@ from terashard.nn.init import Initialiser
 from terashard.plan.plan import Plan, spread_layers, unit_sizes
 from terashard.runtime.pipeline import Pipeline
 from terashard.schedule.actions import Gather, Reduce
+from terashard.shard.gradient import StashedGradients
 from terashard.shard.precision import Precision
 from tests.helpers.models import decoder_stages, tiny_spec
 from tests.helpers.threads import run_mesh
@@ -131,6 +132,40 @@ def test_sums_after_every_micro_batch_give_the_gradients_of_one_per_step(
         assert after.reduced_bytes - before.reduced_bytes == 2 * planned.reduced_bytes
         if not budgeted:
             assert planned.volumes == 1 + 3, "gathered once, summed after each of three"
+
+    run_mesh(rank, stages=stages, shards=shards, replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("stages", "shards", "replicas", "order", "tied", "budgeted"),
+    [
+        (1, 1, 1, "one_forward_one_backward", False, False),
+        (1, 2, 1, "fill_drain", False, True),
+        (1, 3, 1, "one_forward_one_backward", True, False),
+        (2, 2, 1, "fill_drain", True, True),
+        (2, 1, 2, "one_forward_one_backward", True, False),
+    ],
+)
+def test_gradients_from_a_stash_are_those_of_full_ones_and_nothing_is_held_full(
+    stages: int, shards: int, replicas: int, order: str, tied: bool, budgeted: bool
+) -> None:
+    def rank(mesh: Mesh) -> None:
+        loss, expected = step(pipeline(mesh, residency=None, order=order, tied=tied, micros=3))
+        budget = budgets(mesh, tied)[1] if budgeted else None
+        made = pipeline(mesh, residency=budget, order=order, tied=tied, micros=3, reduce="stash")
+        stashed = 0
+        for unit in made.units:
+            gradients = unit._new_gradients()
+            assert isinstance(gradients, StashedGradients)
+            stashed += len(gradients._stashes)
+        assert stashed == 7 * sum(unit.name.startswith("layers") for unit in made.units)
+        found, rows_of = step(made)
+        assert found == pytest.approx(loss, rel=1e-12)
+        for name, rows in expected.items():
+            torch.testing.assert_close(rows_of[name], rows, rtol=1e-10, atol=1e-12)
+        assert all(p.full.grad is None for unit in made.units for p in unit.parameters)
+        if not budgeted and shards > 1:
+            assert made.planned_traffic.volumes == 2.0
 
     run_mesh(rank, stages=stages, shards=shards, replicas=replicas)
 

@@ -119,8 +119,8 @@ class ParallelConfig:
     """Micro-batches as (sequences, slice lengths), e.g. [[2, [128, 128]], [1, [256]]]."""
     residency: int | None = None
     """Bytes of full parameters that a rank with several shards may hold; none: its whole stage."""
-    reduce: Literal["step", "micro_batch"] = "step"
-    """When gradients are summed over shards: once, or after every micro-batch (less memory)."""
+    reduce: Literal["step", "micro_batch", "stash"] = "step"
+    """What is summed over shards: full gradients, per step or micro-batch; or a stash's, once."""
 
     def __post_init__(self) -> None:
         """Check every count."""

@@ -44,7 +44,8 @@ class Plan:
     residency: int | None = None
     """Bytes of full parameters that a rank may hold at once; None: its whole stage."""
     reduce: str = "step"
-    """When gradients are summed over the shards: once per "step", or after every "micro_batch"."""
+    """What gradients wait in for their sum over the shards: full ones, for one "step" or for one
+    "micro_batch"; or a "stash" of what the weights' gradients are computed from, once."""
 
     def __post_init__(self) -> None:
         """Check that the parts fit together."""
@@ -67,9 +68,10 @@ class Plan:
                 f"a residency of {self.residency} bytes holds nothing; give a positive number, or"
                 " none to hold the whole stage"
             )
-        if self.reduce not in ("step", "micro_batch"):
+        if self.reduce not in ("step", "micro_batch", "stash"):
             raise PlanError(
-                f"gradients cannot be summed once per {self.reduce!r}; there are: step, micro_batch"
+                f"there is no way {self.reduce!r} to sum gradients; there are: step, micro_batch,"
+                " stash"
             )
         if self.layers:
             self._check_layers()

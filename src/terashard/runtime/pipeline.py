@@ -13,8 +13,7 @@ gradient is that of the sum of the loss over all target tokens of all ranks, div
 number, so that neither slices nor micro-batches nor ranks change it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -28,6 +27,7 @@ from terashard.nn.loss import CrossEntropy, Loss
 from terashard.nn.protocols import StageModule
 from terashard.plan.plan import Plan
 from terashard.runtime.agree import require_equal_ties, require_equal_values, whole_digests
+from terashard.runtime.modules import StageFactory, evaluating, module_of, stashes_of
 from terashard.runtime.stage import ScaledLoss, Stage
 from terashard.runtime.table import exchange
 from terashard.runtime.worker import Worker
@@ -41,10 +41,7 @@ from terashard.shard.materialise import Fill, materialise, require_written
 from terashard.shard.places import Places
 from terashard.shard.precision import Precision
 from terashard.shard.residence import Traffic
-from terashard.shard.unit import ShardUnit
 from terashard.simulate.timeline import Timeline
-
-StageFactory = Callable[[int], StageModule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +88,7 @@ class Pipeline:
         self.precision = precision or Precision()
         self._require_mesh()
         index = mesh.coordinates.stage
-        module = _module(stages, index)
+        module = module_of(stages, index)
         table = exchange(module, plan, mesh, self.precision)
         self._ties = table.ties(index)
         whole = whole_digests(module, mesh)
@@ -102,6 +99,7 @@ class Pipeline:
             precision=self.precision,
             ties=self._ties,
             each_micro=plan.sums_each_micro,
+            stashes=stashes_of(module) if plan.reduce == "stash" else None,
             places=self._places,
         )
         if fill is not None:
@@ -172,7 +170,7 @@ class Pipeline:
         Both over all ranks, under ``loss``, by default that of training. Modules are in evaluation
         mode meanwhile. No gradients are made or touched.
         """
-        with _evaluating(self.units):
+        with evaluating(self.units):
             count, _ = self._run(self._evaluation, tokens, targets, loss or self.loss)
         mean, tokens_of_all = self._sum([self._stage.loss_sum, count])
         return mean, int(tokens_of_all)
@@ -272,29 +270,3 @@ class Pipeline:
         packed = torch.stack([torch.as_tensor(v, dtype=wide, device=device) for v in values])
         self.mesh.world.sum(packed).wait()
         return list(packed.tolist())
-
-
-def _module(stages: StageFactory | StageModule, index: int) -> StageModule:
-    """This rank's module; a class is a function from index to module, whatever else it has."""
-    if isinstance(stages, StageModule) and not isinstance(stages, type):
-        return stages
-    module = stages(index)
-    if not isinstance(module, StageModule):
-        raise PlanError(
-            f"stage {index} is a {type(module).__name__}, which is no StageModule; give it width,"
-            " units(), has_head() and ties()"
-        )
-    return module
-
-
-@contextmanager
-def _evaluating(units: Sequence[ShardUnit]) -> Iterator[None]:
-    """The modules of ``units`` in evaluation mode: no dropout, and no random number drawn."""
-    modes = [(module, module.training) for unit in units for module in unit.module.modules()]
-    for unit in units:
-        unit.module.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from terashard.comm.mesh import Mesh
 from terashard.errors import RunError
 from terashard.shard.flat import Form
+from terashard.shard.gradient import WeightStash
 from terashard.shard.param import Place, ShardedParameter, rows_of_stage
 from terashard.shard.places import Places
 from terashard.shard.pool import BufferPool
@@ -26,6 +27,7 @@ def make_units(
     precision: Precision,
     ties: Mapping[str, str],
     each_micro: bool = False,
+    stashes: Mapping[nn.Module, WeightStash] | None = None,
     slots: Mapping[str, int] | None = None,
     places: Places | None = None,
 ) -> list[ShardUnit]:
@@ -37,7 +39,8 @@ def make_units(
     maps such a name to the name of the parameter, in another stage, that always equals it.
     ``slots`` says which slot of the pool a unit uses; by default each has its own. With
     ``places`` every gather names a slot of these. Whether a parameter trains is settled here, by
-    its ``requires_grad``. ``each_micro``: see ``ShardUnit``.
+    its ``requires_grad``. ``each_micro`` and ``stashes``, by the module whose weight it is: see
+    ``ShardUnit``.
     """
     _refuse_persistent_buffers(units)
     claims = _claim(units, mesh, precision)
@@ -52,6 +55,7 @@ def make_units(
             mesh=mesh,
             precision=precision,
             each_micro=each_micro,
+            stashes=None if stashes is None else _by_sharded(claims.owned[index], stashes),
         )
         unit.lenders = tuple(made[owner] for owner in sorted(claims.borrowed[index]))
         if places is None:
@@ -61,6 +65,17 @@ def make_units(
         _move_buffers(module, mesh)
         made.append(unit)
     return made
+
+
+def _by_sharded(
+    parameters: Sequence[ShardedParameter], stashes: Mapping[nn.Module, WeightStash]
+) -> dict[ShardedParameter, WeightStash]:
+    return {
+        p: stashes[place.module]
+        for p in parameters
+        for place in p.places
+        if place.attribute == "weight" and place.module in stashes
+    }
 
 
 def named_parameters(units: Sequence[ShardUnit]) -> dict[str, nn.Parameter]:

@@ -7,17 +7,20 @@ A reduction then leaves this rank's rows of the sum over ranks in ``rows``, over
 ``sharded.grad`` is a DTensor.
 
 Accumulators are *kept* from step to step when there is one sum per step, and *passing* when there
-is one after every micro-batch::
+is one after every micro-batch. With a *stash*, weights of linear layers have none: their gradient
+is one product at the end of the step::
 
-    kept      full, allocated at birth     ── sum over shards ─────────────> rows
+    kept      full, allocated at birth       ── sum over shards ─────────────> rows
     passing   made by the first contribution ── sum over shards ─> arrived ─(+)─> rows
               let go when the sum is there
+    stash     (x, dy) of every slice ──> dYᵀX ── sum over shards ─> arrived ─(+)─> rows
 
 Nothing is averaged: the loss is already divided by the global number of target tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +29,16 @@ from terashard.shard.axes import Axes
 from terashard.shard.flat import FlatLayout, Form
 from terashard.shard.param import ShardedParameter
 from terashard.shard.precision import Precision
+
+
+class WeightStash(Protocol):
+    """What slices left of one weight's gradient."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def take(self, dtype: torch.dtype) -> Tensor | None:
+        """The full gradient in ``dtype``, and forget; None if nothing came."""
 
 
 class Gradients(ABC):
@@ -51,6 +64,10 @@ class Gradients(ABC):
 
     def landed(self) -> None:
         """The sum over shards of what was taken is there."""
+        return
+
+    def alone(self) -> None:
+        """There are no other shards, so what has come together is the sum."""
         return
 
     def publish(self) -> None:
@@ -133,6 +150,12 @@ class PassingGradients(Gradients):
         """See ``Gradients``."""
         self.flat_rows.add_(self._flat_arrived)
 
+    def alone(self) -> None:
+        """See ``Gradients``."""
+        for full, arrived in self.take():
+            arrived.copy_(full)
+        self.landed()
+
     def _taken(self, parameter: ShardedParameter) -> Tensor:
         found = self._wide.pop(parameter, None)
         if self._in_place:
@@ -140,6 +163,32 @@ class PassingGradients(Gradients):
         if found is None:
             return parameter.full.new_zeros(parameter.shape, dtype=self._master)
         return found.contiguous()
+
+
+class StashedGradients(PassingGradients):
+    """Gradients of which some are computed from a stash, once, when they are taken."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        *,
+        axes: Axes,
+        precision: Precision,
+        stashes: Mapping[ShardedParameter, WeightStash],
+    ) -> None:
+        super().__init__(parameters, axes=axes, precision=precision)
+        self._stashes = stashes
+
+    def zero(self) -> None:
+        """See ``Gradients``."""
+        super().zero()
+        for stash in self._stashes.values():
+            stash.clear()
+
+    def _taken(self, parameter: ShardedParameter) -> Tensor:
+        stash = self._stashes.get(parameter)
+        product = None if stash is None else stash.take(self._master)
+        return super()._taken(parameter) if product is None else product
 
 
 class _Adder:

@@ -101,6 +101,7 @@ class Reduction:
     def _over_shards(self, gradients: Gradients) -> None:
         group = self.axes.shard_reduce
         if group.size == 1:
+            gradients.alone()
             return
         pairs = list(zip(gradients.parameters, gradients.take(), strict=True))
         cut = [pair for p, pair in pairs if not p.is_scalar]

@@ -10,7 +10,7 @@ r"""A unit of a pipeline: parameters and their gradients, driven by explicit ver
 Gradients: ``gradient.py``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -18,7 +18,14 @@ from terashard.errors import RunError
 from terashard.schedule.actions import Over
 from terashard.schedule.traffic import UnitElements
 from terashard.shard.axes import Axes
-from terashard.shard.gradient import Gradients, KeptGradients, PassingGradients, flat_numel
+from terashard.shard.gradient import (
+    Gradients,
+    KeptGradients,
+    PassingGradients,
+    StashedGradients,
+    WeightStash,
+    flat_numel,
+)
 from terashard.shard.param import ShardedParameter
 from terashard.shard.precision import Precision
 from terashard.shard.reduction import Reduction
@@ -34,7 +41,8 @@ class ShardUnit(Residence):
     unit (a head with the embedding's weight): ``lenders`` are these units, which must be full too
     whenever this one computes, and whose gradient is final only after this one's backward. Until a
     slot is assigned, only ``materialise`` may be called. With ``each_micro`` the gradients are
-    summed over the shards after every micro-batch, and full ones live only in between.
+    summed over the shards after every micro-batch, and full ones live only in between. With
+    ``stashes`` those of some parameters are computed from there, when they are summed.
     """
 
     def __init__(
@@ -46,11 +54,13 @@ class ShardUnit(Residence):
         mesh: Axes,
         precision: Precision,
         each_micro: bool = False,
+        stashes: Mapping[ShardedParameter, WeightStash] | None = None,
     ) -> None:
         super().__init__(name, module, parameters, mesh)
         self.lenders: tuple[ShardUnit, ...] = ()
         self.precision = precision
         self.gradients: Gradients | None = None
+        self._stashes = stashes
         self._reduction = Reduction(
             unit=name, axes=mesh, traffic=self.traffic, each_micro=each_micro
         )
@@ -104,6 +114,10 @@ class ShardUnit(Residence):
     def _new_gradients(self) -> Gradients:
         self._full_views()
         trainable = [p for p in self.parameters if p.trainable]
+        if self._stashes is not None:
+            return StashedGradients(
+                trainable, axes=self.axes, precision=self.precision, stashes=self._stashes
+            )
         kind = PassingGradients if self._reduction.each_micro else KeptGradients
         return kind(trainable, axes=self.axes, precision=self.precision)
 
